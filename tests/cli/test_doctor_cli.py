@@ -42,6 +42,17 @@ def apart():
     model[1].running_mean += 5
     return model
 
+def divides_by_0():
+    model = healthy()
+    model[1].eps = 0.0
+    return model
+
+def two_momentums():
+    model = nn.Sequential(*(healthy() for _ in range(4)))
+    for block, momentum in zip(model, (0.0, 1.0, 1.0, 1.0)):
+        block[1].momentum = momentum
+    return model
+
 def batches():
     return [torch.randn(8, 3, 8, 8) for _ in range(2)]
 
@@ -135,6 +146,32 @@ def made():
     assert [change.name for change in mend(model, findings)] == ["running_mean", "bias"] * 2
     for mode, was in ((model.train, before[0]), (model.eval, before[1])):
         torch.testing.assert_close(mode()(x) if mode == model.eval else copy.deepcopy(mode())(x), was)
+
+
+@pytest.mark.parametrize("batches", [["--input", "8x3x8x8"], ["--data", f"{HERE}:batches"]])
+def test_what_stops_the_batches_does_not_stop_the_rest(network, batches, capsys):
+    arguments = ["doctor", f"{HERE}:divides_by_0", *batches, "--fail-on", "error", "--json", "out.json"]
+    assert main(arguments) == 1  # the batches were not run
+    told = capsys.readouterr().out
+    assert "a constant channel is divided by 0" in told
+    assert f"without batches: {HERE}:divides_by_0 does not run on a" in told
+    assert "eps must be positive" in json.loads((network / "out.json").read_text())["stopped"]
+    assert main([*arguments, "--fix"]) == 1
+    assert "1 settings mended on a copy: 0 findings left" in capsys.readouterr().out
+
+
+def test_layers_with_another_consequence_have_their_own_why(network, capsys):
+    assert main(["doctor", f"{HERE}:two_momentums", "--html", "out.html"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == ["  0.1: 0", "  why:    running statistics never move"]
+    assert lines[3:6] == ["  1.1: 1", "  2.1: 1", "  3.1: 1"]
+    assert lines[6].startswith("  why:    running statistics are 100 %")
+    page = (network / "out.html").read_text()
+    loop = (
+        "for name in [&#34;1.1&#34;, &#34;2.1&#34;, &#34;3.1&#34;]: model.get_submodule(name).momentum = 0.1"
+    )
+    assert loop in page  # all layers, not the first one
+    assert "<td class=text>running statistics never move</td>" in page
 
 
 def test_random_input_says_nothing_of_the_data(network, capsys):

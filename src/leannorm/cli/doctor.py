@@ -45,7 +45,7 @@ def doctor(
     import torch.distributed as dist
     from rich.console import Console
 
-    from leannorm._batch import call, inputs_of
+    from leannorm._batch import call_for
     from leannorm._errors import InputError
     from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
@@ -53,6 +53,7 @@ def doctor(
     from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
+    from leannorm.report.doctor.findings import DoctorReport
     from leannorm.report.doctor.meeting import meeting_of
     from leannorm.report.doctor.mend import diff, mend
     from leannorm.report.doctor.subject import SEVERITIES
@@ -66,21 +67,37 @@ def doctor(
 
     specs = specs_of(input) if input else []
 
-    def forward(network: torch.nn.Module, batch: Any) -> Any:
+    def looked(network: torch.nn.Module, batches: Any, meeting: Any = None) -> DoctorReport:
+        """Without batches where the model does not run on them: what is found then may be why."""
+        stopped: list[InputError] = []
+
+        def forward(network: torch.nn.Module, batch: Any) -> Any:
+            try:
+                return call_for(batches)(network, batch)
+            except Exception as error:
+                what = f"an input of {', '.join(input)}" if input else f"a batch of {data}"
+                stopped.append(InputError(f"{model} does not run on {what}: {in_one_line(error)}"))
+                raise stopped[-1] from error
+
         try:
-            return inputs_of(batch).call(network) if input else call(network, batch)
-        except Exception as error:
-            what = f"an input of {', '.join(input)}" if input else f"a batch of {data}"
-            raise InputError(f"{model} does not run on {what}: {in_one_line(error)}") from error
+            return examine(network, batches, forward=forward, checks=checks, meeting=meeting)
+        except InputError as error:
+            if error not in stopped or meeting:
+                raise
+            report = examine(network, checks=checks)
+            if report:
+                raise
+            report.stopped = str(error)
+            return report
 
     with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
-        random = [made(specs, torch.float32)] if specs else None
+        random = made(specs, torch.float32) if specs else None
         network = model_named(model)
         batches = made_by(data) if data else random  # when the model has joined its job
         status.update("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
-        report = examine(network, batches, forward=forward, checks=checks, meeting=meeting_of(None))
+        report = looked(network, batches, meeting_of(None))
     report.model = model
     tells = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
     if tells:
@@ -91,9 +108,10 @@ def doctor(
         left = report.findings
         if changes:
             again = made_by(data) if data else batches  # what was made before may be used up
-            left = examine(tried, again, forward=forward, checks=checks).findings
+            left = looked(tried, again).findings
         if tells:
             lines = diff(changes) if changes else ()
             print(*lines, f"{len(changes)} settings mended on a copy: {len(left)} findings left", sep="\n")
-    if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on) for one in report.findings):
+    grave = [one for one in report.findings if SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on)]
+    if grave or report.stopped:
         raise typer.Exit(CHECK_FELL_SHORT)

@@ -21,7 +21,7 @@ COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a heading, a sentence, and a picture, a table or both; a `folded` table is opened."""
+    """A part of a page: a heading, a sentence, code, a picture, a table; a `folded` one is opened."""
 
     heading: str
     text: str = ""
@@ -29,6 +29,7 @@ class Section:
     table: Table | None = None
     wide: bool = True
     folded: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True)

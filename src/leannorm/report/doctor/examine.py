@@ -20,7 +20,7 @@ from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.gradients import Gradients, gradients_of
-from leannorm.report.doctor.measured import gap_of
+from leannorm.report.doctor.measured import gap_of, least_gap
 from leannorm.report.doctor.meeting import Meeting, meeting_of, ranks_in_words
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
 from leannorm.report.doctor.parallel import cut_one_model, same_model
@@ -229,6 +229,7 @@ def _layers(subject: Subject, findings: list[Finding]) -> list[LayerState]:
             state.dead = None if seen.mean is None else seen.dead
             measured = gap_of(norm, seen)
             if measured is not None:
+                state.least = least_gap(seen)
                 state.gap, state.mean_gap, state.spread = map(_finite, measured)
         states.append(state)
     return states

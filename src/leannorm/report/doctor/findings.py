@@ -44,7 +44,8 @@ class LayerState:
     """A norm layer by name, and what the batches showed; None is what they did not show, or what it has not.
 
     `gap`: the distance between the batches' statistics and the running ones, in standard deviations.
-    `mean_gap` is the part of the means, `spread` the ratio of the standard deviations, batches to running.
+    `mean_gap` is the part of the means, `spread` the ratio of the standard deviations, batches to running;
+    `least` the gap from which on it is a finding.
     """
 
     name: str
@@ -53,6 +54,7 @@ class LayerState:
     values: int | None = None
     calls: int | None = None
     gap: float | None = None
+    least: float | None = None
     mean_gap: float | None = None
     spread: float | None = None
     dead: int | None = None
@@ -65,6 +67,7 @@ class DoctorReport(PagedReport):
 
     `layers` has every norm layer in the model's order. `batches` is the number of batches that were run,
     `waiting` of those that were given and not run, as ranks have to agree first.
+    `stopped` says why batches could not be run, where the command line has gone on without them.
     `difference`: by how much the outputs in training and in evaluation mode differ, with dropout off in both,
     relative to their size; None without batches.
 
@@ -80,6 +83,7 @@ class DoctorReport(PagedReport):
     batches: int = 0
     difference: float | None = None
     waiting: int = 0
+    stopped: str = ""
 
     def __bool__(self) -> bool:
         return not self.findings
@@ -98,17 +102,22 @@ class DoctorReport(PagedReport):
     def parts(self) -> Iterator[Part]:
         """For each check its first layers, why it matters, what mends it."""
         for title, findings in _grouped(self):
-            first = findings[0]
+            first, left = findings[0], len(findings)
             yield Line(f"{first.severity}: {title} ({first.check})", _STYLES[first.severity])
-            for finding in findings[:_SHOWN]:
-                yield Line(f"  {finding.layer}: {_value(finding)}")
-            if len(findings) > _SHOWN:
-                yield Line(f"  and {len(findings) - _SHOWN} more layers")
-            yield Line(f"  why:    {first.consequence}")
+            for why, alike in list(_by_consequence(findings).items())[:_SHOWN]:
+                yield from (Line(f"  {finding.layer}: {_value(finding)}") for finding in alike[:_SHOWN])
+                if len(alike) > _SHOWN:
+                    yield Line(f"  and {counted(len(alike) - _SHOWN, 'more layer')}")
+                yield Line(f"  why:    {why}")
+                left -= len(alike)
+            if left:
+                yield Line(f"  and {counted(left, 'more layer')}")
             yield from (Line(f"  {lead} {line}") for lead, line in _remedy_lines(findings))
             yield Line("")
         if self.difference is not None:
             yield Line(f"outputs of the two modes differ by {self.difference:.2g} of their size")
+        if self.stopped:
+            yield Line(f"without batches: {self.stopped}", "bold red")
         yield Line(self.summary(), "bold green" if self else "bold")
 
     def html(self) -> str:
@@ -122,6 +131,13 @@ def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
     for finding in report.findings:
         groups[finding.title or finding.check, finding.severity].append(finding)
     return [(title, findings) for (title, _), findings in groups.items()]
+
+
+def _by_consequence(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+    groups: dict[str, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        groups[finding.consequence].append(finding)
+    return groups
 
 
 def remedies(findings: Sequence[Finding]) -> list[str]:
@@ -148,7 +164,7 @@ def remedies(findings: Sequence[Finding]) -> list[str]:
 
 def _remedy_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
     for i, line in enumerate(remedies(findings)):
-        yield ("        " if i else "remedy:"), line
+        yield ("       " if i else "remedy:"), line
 
 
 def _value(finding: Finding) -> str:
@@ -162,17 +178,22 @@ def _page(report: DoctorReport) -> str:
     facts.append(Fact(str(len(report.layers)), "norm layers"))
     if report.difference is not None:
         facts.append(
-            Fact(f"{report.difference:.2g}", "difference between the two modes' outputs, of their size")
+            Fact(f"{report.difference:.2g}", "of their size is the difference between the two modes' outputs")
         )
     sections = [_bars(report)] if report.layers else []
     for title, findings in _grouped(report):
-        first = findings[0]
-        rows = [[finding.layer, _value(finding)] for finding in findings]
+        one_reason = len(_by_consequence(findings)) == 1
+        rows = [
+            [finding.layer, _value(finding), *([] if one_reason else [finding.consequence])]
+            for finding in findings
+        ]
+        columns = ["layer", "value", *([] if one_reason else ["why"])]
         sections.append(
             Section(
                 f"{title}: {counted(len(findings), 'layer')}",
-                f"{first.layer}: {first.consequence}. Remedy: {first.remedy}",
-                table=Table(["layer", "value"], rows, numbers_from=2),
+                f"{findings[0].consequence}." if one_reason else "",
+                table=Table(columns, rows, numbers_from=3),
+                code="\n".join(remedies(findings)),
             )
         )
     if report.layers:
@@ -200,24 +221,27 @@ def _bars(report: DoctorReport) -> Section:
         "no error or warning": [None if state.name in faulty else value for value, state in shown],
         "error or warning": [value if state.name in faulty else None for value, state in shown],
     }
-    figure = bar_figure(bars, [state.name for state in report.layers], unit, written=len(shown) <= 12)
+    names = [state.name for state in report.layers]
+    figure = bar_figure(bars, names, unit, written=len(shown) <= 12)
     figure.update_traces(marker_color=_FAULT, selector={"name": "error or warning"})
     if heading.startswith("Gap"):
-        figure.add_hline(
-            LEAST_GAP,
-            line={"color": _FAULT, "dash": "dash", "width": 1},
-            annotation_text="least that is told",
+        figure.add_scatter(
+            name="told from here on",
+            x=names,
+            y=[state.least for state in report.layers],
+            mode="markers",
+            marker={"symbol": "line-ew-open", "size": max(6, 300 // len(names)), "color": _FAULT},
         )
     return Section(heading, lead, figure.update_layout(barmode="overlay"))
 
 
 def _layer_table(report: DoctorReport) -> Table:
-    columns = ["layer", "class", "findings"]
-    cells = [[state.name, state.cls, str(state.findings)] for state in report.layers]
+    columns = ["layer", "findings"]
+    cells = [[f"{state.name}\n{state.cls}", str(state.findings)] for state in report.layers]
     if report.batches:
         columns += ["values", "gap", "of means", "std ratio", "dead"]
         cells = [[*row, *_numbers(state)] for row, state in zip(cells, report.layers, strict=True)]
-    return Table(columns, cells, numbers_from=2)
+    return Table(columns, cells)
 
 
 def _numbers(state: LayerState) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from math import isfinite
 
@@ -32,6 +33,11 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
         return None
     return distance(seen.mean, seen.std, mean.double().cpu(), var.double().cpu(), norm.eps or 0.0)
+
+
+def least_gap(seen: Seen) -> float:
+    """The gap from which on it is told: more than so many samples explain."""
+    return max(LEAST_GAP, SAMPLING * math.sqrt(1.5 / max(seen.samples, 1)))
 
 
 @check("warning", "Few values behind each statistic", "values")
@@ -75,8 +81,7 @@ def train_eval_gap(subject: Subject) -> Iterator[Found]:
         if measured is None or seen is None or norm.name in subject.untouched or not isfinite(measured[0]):
             continue
         gap, apart, ratio = measured
-        expected = SAMPLING * (1.5 / max(seen.samples, 1)) ** 0.5
-        if gap > max(LEAST_GAP, expected):
+        if gap > least_gap(seen):
             yield Found(
                 norm.name,
                 gap,
@@ -120,7 +125,7 @@ def padding_in_statistics(subject: Subject) -> Iterator[Found]:
             )
 
 
-@check("warning", "The two modes give different outputs", "of the output's size", of_data=True)
+@check("warning", "The two modes give different outputs", "times the output's size", of_data=True)
 def modes_differ(subject: Subject) -> Iterator[Found]:
     """Outputs of the two modes that differ by more than half of their size, on one batch, without dropout.
 
