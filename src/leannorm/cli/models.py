@@ -153,6 +153,10 @@ def _callable(source: str, name: str) -> Callable[[], object]:
         module = importlib.import_module(source)
     except ImportError as error:
         raise InputError(f"cannot import {source!r} ({error}); {_RULE}") from None
+    except Exception as error:
+        raise InputError(
+            f"{source!r} was imported and raised {in_one_line(error)}: mend it, or name another module"
+        ) from error
     maker = getattr(module, name, None)
     if not callable(maker):
         raise InputError(f"{source!r} has no callable {name!r}; {_RULE}")

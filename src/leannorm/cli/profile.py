@@ -24,6 +24,8 @@ def profile(
     report: ReportFile = None,
 ) -> None:
     """Measure held bytes, peak memory and step time of a model: stock, under lean(), and by other methods."""
+    import warnings
+
     import torch
     from rich.console import Console
 
@@ -42,7 +44,7 @@ def profile(
     others = [name.strip() for name in against.split(",") if name.strip()]
     check_methods(others)
     specs_of(input)
-    with Console().status(f"making {model}") as status:
+    with warnings.catch_warnings(record=True) as heard, Console().status(f"making {model}") as status:
         torch.manual_seed(0)
         network = model_named(model).to(device, dtype_named(dtype))
         inputs = tried(network, input, model, device, dtype)
@@ -57,4 +59,8 @@ def profile(
             progress=status.update,
         )
     measured.model = model
+    reasons = {reason for setting in measured.settings for reason in setting.reasons}
+    for one in heard:
+        if not any(reason in str(one.message) for reason in reasons):  # the report tells the others
+            warnings.showwarning(one.message, one.category, one.filename, one.lineno)
     tell(measured, json, report)

@@ -55,19 +55,18 @@ class StockCount(saved_tensors_hooks):
 def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
     """Within it, every change of `counts()` (kept, rebuilt) is credited to the innermost running module.
 
-    The list is filled when the context closes, in the order of `named_modules`. Modules that hold nothing
-    themselves are left out, and so is what runs outside of the model (the loss).
+    The list is filled when the context closes, in the order of `named_modules`, with what runs outside of the
+    model (the loss) at the end. Modules that hold nothing themselves are left out.
     """
     names = {module: name for name, module in model.named_modules()}
-    sums: dict[nn.Module, list[int]] = defaultdict(lambda: [0, 0])
+    sums: dict[nn.Module | None, list[int]] = defaultdict(lambda: [0, 0])
     at_work: list[nn.Module] = []
     last = [0, 0]
 
     def credit() -> None:
-        now = counts()
-        if at_work:
-            for i in (0, 1):
-                sums[at_work[-1]][i] += now[i] - last[i]
+        now, module = counts(), at_work[-1] if at_work else None
+        for i in (0, 1):
+            sums[module][i] += now[i] - last[i]
         last[:] = now
 
     def enter(module: nn.Module, inputs: Any) -> None:
@@ -87,6 +86,7 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
     layers: list[LayerBytes] = []
     try:
         yield layers
+        credit()
     finally:
         for handle in handles:
             handle.remove()
@@ -95,6 +95,8 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
         for module, name in names.items()
         if any(sums[module])
     ]
+    if any(sums[None]):
+        layers.append(LayerBytes("(outside)", "the loss", *sums[None]))
 
 
 def by_operation(records: Sequence[Record]) -> list[Operation]:

@@ -57,6 +57,7 @@ class MemoryReport(PagedReport):
     freed_memory: str
     parameter_bytes: int
     settings: list[Measured]
+    dtype: str = "float32"
 
     def summary(self) -> str:
         return f"{self.model}: {', '.join(one.name for one in self.settings)}"
@@ -69,6 +70,7 @@ class MemoryReport(PagedReport):
     def foot(self) -> dict[str, str]:
         """Where it was measured."""
         return {
+            "parameters": self.dtype,
             "device": self.device,
             "threads": str(self.threads),
             "torch": self.torch,
@@ -95,7 +97,8 @@ def setting_table(report: MemoryReport) -> Table:
             "equal" if s.gradient_difference == 0 else f"off by {s.gradient_difference:.0e}",
         ]
 
-    title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
+    dtype = "" if report.dtype == "float32" else f"{report.dtype} parameters, "
+    title = f"{report.model}, {', '.join(report.inputs)}, {dtype}{report.device}"
     rows = list(map(row, report.settings, kept, peak))
     return Table(["", "held", "peak", "step time", "gradients"], rows, title=title)
 

@@ -100,6 +100,7 @@ def profile(
         str(freed_memory),
         sum(p.nbytes for p in model.parameters()),
         results,
+        str(learned[0].dtype).removeprefix("torch."),
     )
 
 
