@@ -40,7 +40,7 @@ def partition(
         reader = Reader(module.graph, outputs, rates, internals.changes_layout(module))
         joint = reader.joint(pinned)
         lines = Lines(joint.step, joint.saving(_saved(stock[1])))
-        chosen = plan(lines, goal)
+        chosen = plan(lines, goal, beyond=False)
         if chosen.point is lines.stock:
             return stock, Planned(place, chosen, reason)
         _mark(_policies(joint, chosen))

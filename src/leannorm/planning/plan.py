@@ -36,15 +36,18 @@ class Plan(NamedTuple):
         return (self.point.seconds - self.stock.seconds) / self.step if self.step else 0.0
 
 
-def plan(lines: Lines, goal: Goal) -> Plan:
-    """The point of a line that a goal asks for; where it asks for too much, the leanest."""
+def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
+    """The point of a line that a goal asks for; where it asks for too much, the leanest.
+
+    `beyond`: may the peak be above stock's, where a budget or an overhead asks for less than else is possible?
+    """
     stock, seconds = lines.stock, lines.step.seconds
     if goal.peak is not None:
         most = goal.peak * stock.peak if isinstance(goal.peak, float) else goal.peak
         line = lines.by_peak
         point = next((p for p in line if p.peak <= most), line[-1])
         return Plan(point, stock, seconds, line[-1].peak, point.peak <= most)
-    line = lines.by_held if goal.worth is not None else [*lines.by_held, *lines.beyond]
+    line = lines.by_held if goal.worth is not None or not beyond else [*lines.by_held, *lines.beyond]
     leanest = min(line, key=lambda p: (p.held, p.seconds))
     if goal.budget is not None:
         most = goal.budget * stock.held

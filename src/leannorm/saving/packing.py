@@ -146,8 +146,9 @@ class Packing(CountingHook):
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
         before = lookup.sample if known is None and type(lookup) is Packed else None
-        # its bytes tell, where the nodes that saved it are gone
-        unedited = as_made(node, output, version) if matches(before, local) else False
+        unedited = matches(before, local) and as_made(
+            node, output, version
+        )  # bytes tell, if its nodes are gone
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False

@@ -173,8 +173,8 @@ def out_of_reach(goal: Goal, plan: Plan) -> str:
 def budget_out_of_reach(budget: float, ratio: float) -> str:
     return (
         f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
-        " the rest are outputs of nodes that have no recipe (see saved.records), inputs or statistics, or"
-        " would raise the peak"
+        " the rest cannot be computed again (each by name: saved.records of lean()), are inputs or"
+        " statistics, or would raise the peak"
     )
 
 
