@@ -33,7 +33,7 @@ def leave_samples(items: list[Any]) -> None:
 
 
 def sample(cases: list[dict[str, int]], of: int, turn: int = 0) -> set[int]:
-    """Which cases are run, of {parameter: number of its value}; in `of` turns each is."""
+    """Which cases are run, of {parameter: which value it has}; in `of` turns each is."""
     share = -(-len(cases) // of)
     values: dict[str, set[int]] = defaultdict(set)
     for case in cases:
@@ -54,4 +54,7 @@ def sample(cases: list[dict[str, int]], of: int, turn: int = 0) -> set[int]:
 
 
 def _values(case: Any) -> dict[str, int]:
-    return case.callspec.indices if hasattr(case, "callspec") else {}
+    """By identity, as the cases of a test share its parameters' values; `indices` may count cases."""
+    return (
+        {name: id(value) for name, value in case.callspec.params.items()} if hasattr(case, "callspec") else {}
+    )
