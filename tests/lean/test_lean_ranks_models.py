@@ -9,102 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lean_ranks import kept, local, mesh_of_all, searching
+from lean_ranks import Decoder, cut, kept, local, mesh_of_all, searching
 from ranks import ranks
 from torch import Tensor, nn
 
 from leannorm.saving import reasons
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
-
-
-class Attention(nn.Module):
-    """Of the heads that this rank has."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
-        self.out, self.size = nn.Linear(width, width, bias=False), width // heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
-
-
-class Gated(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (
-            nn.Linear(*sizes, bias=False)
-            for sizes in ((width, 3 * width), (width, 3 * width), (3 * width, width))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return y
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.RMSNorm(width), nn.LayerNorm(width)
-        self.attention, self.mlp = Attention(width, heads), Gated(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.first(x))
-        y: Tensor = x + self.mlp(self.second(x))
-        return y
-
-
-class Decoder(nn.Module):
-    """A small decoder of the usual kind, with a loss over its vocabulary."""
-
-    def __init__(self, width: int = 64, layers: int = 3, words: int = 128) -> None:
-        super().__init__()
-        self.embed, self.blocks = (
-            nn.Embedding(words, width),
-            nn.ModuleList(Block(width, 4) for _ in range(layers)),
-        )
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(self.norm(x))
-        return y
-
-
-def cut(model: Decoder, mesh: Any, plan: str) -> None:
-    """By columns and rows; "sequence": norms and residual sums along the sequence; "loss": the loss, too."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    along, heads = plan != "columns", ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
-    for block in model.blocks:
-        by: dict[str, Any] = {name: ColwiseParallel() for name in heads}
-        back = {"output_layouts": Shard(1), "use_local_output": False} if along else {}
-        by |= {name: RowwiseParallel(**back) for name in ("attention.out", "mlp.down")}
-        if along:
-            gather = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-            by |= {name: SequenceParallel() for name in ("first", "second")}
-            by |= {name: PrepareModuleInput(**gather) for name in ("attention", "mlp")}
-        parallelize_module(block, mesh, by)
-    top: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
-    if along:
-        of_words = {"input_layouts": Replicate(), "output_layouts": Shard(1), "use_local_output": False}
-        out = Shard(-1) if plan == "loss" else Replicate()
-        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=out, use_local_output=plan != "loss")
-        top = {"embed": RowwiseParallel(**of_words), "norm": SequenceParallel(), "head": head}
-    parallelize_module(model, mesh, top)
 
 
 def trained(plan: str, setting: dict[str, Any] | None) -> tuple[list[Tensor], Any]:
@@ -169,3 +80,68 @@ def test_what_a_collective_gave_is_told_as_that() -> None:
         assert reasons.COLLECTIVE in why
         assert reasons.SUBCLASSES not in of_pass
         assert any(reasons.COLLECTIVE in sentence for sentence in of_pass)
+
+
+# ------------------------------------------------ experts, each on a rank
+
+
+class Experts(nn.Module):
+    """One on each rank: tokens are sent to the one that is best for them, unevenly, and back."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, 2, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed._functional_collectives import all_to_all_single_autograd as exchange
+
+        h = self.norm(x)
+        scores = self.router(h).softmax(-1)
+        best = scores.argmax(-1)
+        order, counts = best.argsort(stable=True), best.bincount(minlength=2)
+        of_all = [torch.empty_like(counts) for _ in range(2)]
+        dist.all_gather(of_all, counts)
+        sent, received = counts.tolist(), [int(c[dist.get_rank()]) for c in of_all]
+        assert sent[0] != sent[1]
+        assert received[0] != received[1]
+        y = exchange(h[order], received, sent, dist.group.WORLD)
+        y = exchange(self.down(F.silu(self.up(y))), sent, received, dist.group.WORLD)
+        z: Tensor = x + torch.empty_like(x).index_copy(0, order, y) * scores.gather(1, best[:, None])
+        return z
+
+
+def of_experts(setting: dict[str, Any] | None) -> tuple[list[Tensor], float]:
+    rank, found, most = dist.get_rank(), list[Tensor](), 0.0
+    torch.manual_seed(rank)
+    model = nn.Sequential(Experts(), Experts(), Experts())
+    for step in range(3):
+        x = torch.randn(300 + 100 * rank, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        with nullcontext() if setting is None else searching(setting) as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        most = max(most, 0.0 if setting is None else kept(saved))
+    assert len(found) == 3 * (1 + 3 * 7)
+    return found, most
+
+
+EXPERTS: list[tuple[dict[str, Any], tuple[int, ...], float]] = [  # ranks that are lean, the most that is held
+    ({}, (0, 1), 0.62),
+    ({"budget": 0.4}, (0, 1), 0.42),
+    ({"recompute": "conv"}, (0, 1), 0.34),
+    ({"recompute": "conv"}, (0,), 0.34),
+    ({"recompute": "conv"}, (1,), 0.34),
+]
+
+
+def experts(rank: int) -> None:
+    stock, _ = of_experts(None)
+    for setting, lean_ranks, most in EXPERTS:
+        ours, share = of_experts(setting if rank in lean_ranks else None)
+        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), (setting, lean_ranks)
+        assert share <= most, (setting, lean_ranks)
+
+
+def test_experts_on_two_ranks_where_both_are_lean_or_one() -> None:
+    ranks(2, experts, group_timeout=20.0)

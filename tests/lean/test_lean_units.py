@@ -1,4 +1,4 @@
-"""`lean()` under FSDP2 and pipelines: weights that are freed between the passes, several passes at once."""
+"""`lean()` under FSDP2: weights that are freed between the passes, several passes at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lean_ranks import searching
 from ranks import ranks
 from torch import Tensor, nn
 
-from leannorm.saving import lean, make_lean, reasons, small
-from leannorm.saving.small import NEVER_SMALL
+from leannorm.saving import reasons
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -86,9 +86,7 @@ def trained(
     for step in range(3):
         losses = []
         for _ in range(passes):
-            saved = None if setting is None else lean(**setting)
-            if saved is not None:
-                saved.place = NEVER_SMALL
+            saved = None if setting is None else searching(setting)
             with nullcontext() if saved is None else saved:
                 losses.append(model(torch.randn(16, 32, 16, generator=generator)).float().square().mean())
         if accumulate:
@@ -170,9 +168,7 @@ def scored(rank: int, inside: bool) -> tuple[int, list[str]]:
         losses = []
         for seed in range(2):
             x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
-            saved = nullcontext() if setting is None else lean(**setting)
-            if isinstance(saved, lean):
-                saved.place = NEVER_SMALL
+            saved = nullcontext() if setting is None else searching(setting)
             with saved:
                 y = model(x) if inside else torch.log_softmax(model(x), -1)
                 losses.append(y.select(1, 0).mean())
@@ -190,38 +186,3 @@ def test_a_loss_within_the_model_is_rebuilt_and_one_outside_is_held() -> None:
     outside, told = ranks(2, scored, False)[0]
     assert outside >= within + 64 * 64 * 4
     assert any(reasons.SHARDED in reason and "within" in reason for reason in told), told
-
-
-# ------------------------------------------------ pipelines
-
-
-def stage(rank: int, setting: dict[str, Any] | None) -> list[Tensor]:
-    """One of two stages, of four batches: some are under way at once, each with what it holds."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    small.SMALL = 0  # in this process, where every pass is small
-    torch.manual_seed(rank)
-    part = nn.Sequential(Block(), Block(), Block())
-    if setting is not None:
-        make_lean(part, **setting)
-    optimizer = torch.optim.SGD(part.parameters(), 0.1)
-    of_rank = PipelineStage(part, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(of_rank, 4, loss_fn=lambda y, t: (y - t).square().mean())
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        x, target = (torch.randn(32, 16, 32, generator=generator) for _ in range(2))
-        schedule.step(*(() if rank else (x,)), **({"target": target} if rank else {}))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in part.parameters()]
-
-
-def pipeline(rank: int) -> None:
-    stock = stage(rank, None)
-    for setting in SETTINGS:
-        ours = stage(rank, setting)
-        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), setting
-
-
-def test_a_pipeline_of_two_stages_trains_to_the_bits_of_stock() -> None:
-    ranks(2, pipeline, group_timeout=30.0)
