@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
     """The point of a line that a goal asks for; where it asks for too much, the leanest.
 
-    `beyond`: may the peak be above stock's, where a budget or an overhead asks for less than else is possible?
+    `beyond`: may a budget or an overhead take a peak above stock's, for what is not possible below?
     """
     stock, seconds = lines.stock, lines.step.seconds
     if goal.peak is not None:

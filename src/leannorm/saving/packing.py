@@ -145,10 +145,8 @@ class Packing(CountingHook):
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
-        before = lookup.sample if known is None and type(lookup) is Packed else None
-        unedited = matches(before, local) and as_made(
-            node, output, version
-        )  # bytes tell, if its nodes are gone
+        before = lookup.sample if known is None and type(lookup) is Packed else None  # nodes are gone
+        unedited = matches(before, local) and as_made(node, output, version)
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
