@@ -101,9 +101,9 @@ def test_the_optimizers_state_is_counted():
 @pytest.mark.parametrize(
     ("make", "memory", "words"),
     [
-        (partial(nn.Linear, 1000, 1000), "20MB", "optimizer take 12.0 MB of 20MB, which lean() leaves"),
-        (partial(nn.Linear, 10, 10), "1MB", "they rebuild nothing that is there at the step's peak"),
-        (partial(nn.Linear, 1000, 1000), "1MB", "Not even 2 samples fit"),
+        (partial(nn.Linear, 1000, 1000), "20MB", "which lean() leaves, take 12.01 MB of 20MB"),
+        (partial(nn.Linear, 10, 10), "1MB", "as nothing that is rebuilt is there at the step's peak"),
+        (partial(nn.Linear, 1000, 1000), "1MB", "Not even 2 samples fit in 1MB: they need 16.0"),
     ],
 )
 def test_a_batch_that_is_no_larger_is_explained(make, memory, words, capsys):
@@ -155,7 +155,19 @@ def test_what_is_no_memory_is_refused(text):
         bytes_of(text)
 
 
+def test_one_unit_is_told_and_no_fit_is_a_failure(capsys):
+    asked = ["fit", "test_fit:convolutional", "--input", "3x32x32", "--memory"]
+    assert main([*asked, "0.1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "0.10 GiB" in out
+    assert "MB" not in out
+    assert main([*asked, "20KB"]) == 1
+    assert "Not even 2 samples fit in 20KB: they need" in capsys.readouterr().out
+
+
 def test_bad_arguments_are_refused():
+    with pytest.raises(InputError, match="or in bytes; got 8 without its unit"):
+        fit(convolutional, (3, 32, 32), 8)
     with pytest.raises(InputError, match="optimizer is one of sgd, momentum, adam"):
         fit(convolutional, (3, 32, 32), 10**9, optimizer="lion")
     with pytest.raises(InputError, match="check the input's sizes"):

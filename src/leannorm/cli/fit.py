@@ -28,7 +28,8 @@ def fit(
 ) -> None:
     """Find the largest batch that fits in a memory, stock and under each lean setting.
 
-    Runs on fake tensors, so the machine itself does not need that memory.
+    Runs on fake tensors, so the machine itself does not need that memory. Exit status 1 where not even two
+    samples fit.
     """
     from rich.console import Console
 
@@ -44,4 +45,4 @@ def fit(
         report = largest(
             lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=status.update
         )
-    tell(report, json)
+    tell(report, json, passes=any(one.batch for one in report.fits))

@@ -67,7 +67,7 @@ class FitReport(Report):
                 f"{one.batch / stock:.2f}" if stock else "–",
                 needed,
             ]
-            for one, needed in zip(self.fits, column_of_bytes([one.nbytes for one in self.fits]), strict=True)
+            for one, needed in zip(self.fits, self._in_words([one.nbytes for one in self.fits]), strict=True)
         ]
         title = f"samples of {', '.join(self.sample)}, {self.optimizer}, {self.available}"
         yield Table(["", "largest batch", "of stock", "bytes needed"], rows, title)
@@ -87,16 +87,28 @@ class FitReport(Report):
     def _why_no_larger(self) -> Iterator[str]:
         stock, *others = self.fits
         equal = [one.name for one in others if one.batch == stock.batch]
-        if not equal:
-            return
-        there = f"{bytes_in_words(self.parameter_bytes)} of {self.available}"
-        names = " and ".join(equal)
-        if not stock.batch:
-            yield f"Not even {_SMALLEST} samples fit: parameters and optimizer take {there}."
-        elif 2 * self.parameter_bytes > self.memory:
-            yield f"{names} as stock: parameters and optimizer take {there}, which lean() leaves."
-        else:
-            yield f"{names} as stock: they rebuild nothing that is there at the step's peak."
+        least = min(one.nbytes for one in self.fits)
+        needed, there = self._in_words([least, self.parameter_bytes])
+        same = f"{' and '.join(equal)}: the same batch as stock"
+        if not any(one.batch for one in self.fits):
+            yield (
+                f"Not even {_SMALLEST} samples fit in {self.available}: they need {needed}, of which "
+                f"parameters and optimizer take {there}."
+            )
+        elif equal and 2 * self.parameter_bytes > self.memory:
+            yield (
+                f"{same}, as parameters and optimizer, which lean() leaves, take {there} of {self.available}."
+            )
+        elif equal:
+            yield f"{same}, as nothing that is rebuilt is there at the step's peak."
+
+    def _in_words(self, column: Sequence[int]) -> list[str]:
+        """In the unit in which the memory was asked for."""
+        unit = self.asked.lstrip("0123456789. ")
+        if not unit:
+            return column_of_bytes(column)
+        scale = bytes_of(f"1{unit}")
+        return [f"<0.01 {unit}" if 0 < n < 0.005 * scale else f"{n / scale:,.2f} {unit}" for n in column]
 
 
 def fit(
@@ -112,10 +124,10 @@ def fit(
 
     `sample` is one sample without its batch: sizes of a float32 tensor, a tensor, a tuple of all arguments,
     or a mapping of them by name; of tensors shapes and dtypes count.
-    `memory` is bytes, or text with a unit, like "24GiB". Counted are parameters, buffers, gradients, the
-    optimizer's state ("sgd", "momentum" or "adam"), the batch and the peak of the step; not what a GPU's
-    driver, libraries and allocator take beside. Runs on fake tensors: no value is computed, so a small
-    machine answers for a large one.
+    `memory` is text with a unit, like "24GiB", or bytes, of which there are more than 1,000. Counted are
+    parameters, buffers, gradients, the optimizer's state ("sgd", "momentum" or "adam"), the batch and the
+    peak of the step; not what a GPU's driver, libraries and allocator take beside. Runs on fake tensors: no
+    value is computed, so a small machine answers for a large one.
 
     Raises: `InputError` for an unknown optimizer or setting, a memory without a unit, and a model that needs
     values to run.
@@ -134,6 +146,8 @@ def fit(
         raise InputError(
             f"make is a function that makes the model, got {type(make).__name__}; as lambda: Model()"
         )
+    if not isinstance(memory, str) and memory < 1000:
+        raise InputError(f"a memory is written like '24GiB', or in bytes; got {memory!r} without its unit")
     available = bytes_of(memory) if isinstance(memory, str) else memory
     one = inputs_of(_tensor_of(sample), "sample")
     nbytes_each = sum(t.nbytes for t in tree_leaves((one.args, dict(one.kwargs))) if isinstance(t, Tensor))
