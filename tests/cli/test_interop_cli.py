@@ -57,6 +57,9 @@ BAD_USAGE = {
     "no such file": (["no.h5", "o.pt", *MODEL, "--from", "keras"], "there is no file"),
     "unknown source": ([*KERAS, "o.pt", *MODEL, "--from", "mxnet"], "--from must be one of torch"),
     "unknown target": ([*KERAS, "o.pt", *MODEL, "--from", "keras", "--to", "x"], "--to must be one of"),
+    "a typing error": ([*KERAS, "o.pt", *MODEL, "--from", "pytoch"], "(did you mean pytorch or torch?)"),
+    "no output": ([*KERAS, *MODEL, "--from", "keras"], "name the file to write once: OUTPUT or -o FILE"),
+    "two outputs": ([*KERAS, "o.pt", "-o", "p.pt", *MODEL, "--from", "keras"], "name the file to write once"),
     "no source": ([*KERAS, "o.pt", *MODEL], "--from"),
     "names": ([*KERAS, "o.pt", *MODEL, "--from", "keras", "--names", "bn"], "--names must be HERE=THERE"),
     "no folder": ([*KERAS, "nowhere/o.pt", *MODEL, "--from", "keras"], "there is no folder"),
@@ -101,6 +104,13 @@ def test_a_misfit_has_a_line_for_each_tensor(capsys):
     assert first.endswith("where the layers have other names, give --names HERE=THERE:")
     assert len(rest) > 1
     assert all(re.match("  (missing|surplus): ", line) for line in rest)
+
+
+def test_the_output_is_an_option_too_and_tf_is_tensorflow(tmp_path, capsys):
+    arguments = [*KERAS, "-o", str(tmp_path / "net.pt"), *MODEL, "--from"]
+    assert main(["convert-checkpoint", *arguments, "keras"]) == 0
+    assert "14 tensors converted" in capsys.readouterr().out
+    assert main(["convert-checkpoint", *arguments, "tf"]) == 0
 
 
 def test_pytorch_is_torch(tmp_path):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from leannorm.cli.options import JsonFile, ModelOption
 
-FRAMEWORKS = "torch, paddle, keras, tensorflow, flax or onnx"
+if TYPE_CHECKING:
+    from leannorm.interop.checkpoints.conventions import Convention
+
+FRAMEWORKS = "torch (or pytorch), paddle, keras, tensorflow (or tf), flax or onnx"
 # what the library's messages call its arguments, as they are typed here
 _TYPED = {
     "pass names={'layer here': 'layer there'}; strict=False passes over what is missing or surplus": (
@@ -30,9 +33,14 @@ _TYPED = {
 
 def convert_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="The file to read.")],
-    output: Annotated[Path, typer.Argument(help="The file to write; its suffix decides the format.")],
     model: ModelOption,
     source: Annotated[str, typer.Option("--from", help=f"The framework that wrote it: {FRAMEWORKS}, caffe.")],
+    output: Annotated[
+        Path | None, typer.Argument(help="The file to write; its suffix decides the format.")
+    ] = None,
+    named: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The same, as an option.", metavar="FILE")
+    ] = None,
     target: Annotated[
         str, typer.Option("--to", help=f"The framework to write it for: {FRAMEWORKS}.")
     ] = "torch",
@@ -61,14 +69,18 @@ def convert_checkpoint(
     from rich.console import Console
 
     from leannorm import interop
+    from leannorm._errors import InputError
     from leannorm._files import check_writable, write_json
     from leannorm.cli.models import model_named
-    from leannorm.interop.checkpoints.conventions import convention
 
+    if (output is None) == (named is None):
+        raise InputError("name the file to write once: OUTPUT or -o FILE; its suffix decides the format")
+    output = output or named
+    assert output is not None
     check_writable(output, json)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)
     # checked first; `count` is passed on only where the framework's variance is biased
-    reads, writes = convention(source, "--from"), convention(target, "--to")
+    reads, writes = _convention(source, "--from"), _convention(target, "--to")
     built = model_named(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", interop.ConventionWarning)
@@ -76,7 +88,7 @@ def convert_checkpoint(
             loaded = interop.load(
                 built,
                 checkpoint,
-                source,
+                reads.framework,
                 names=there,
                 count=count if reads.biased_running_var else None,
                 eps=eps,
@@ -84,7 +96,7 @@ def convert_checkpoint(
             )
         counted = count if writes.biased_running_var else None
         with _as_typed({"--names": "--to-names"}):
-            interop.save(built, output, target, names=here, count=counted, like=like)
+            interop.save(built, output, writes.framework, names=here, count=counted, like=like)
     console = Console(soft_wrap=True)
     notes = [_typed(str(warning.message)) for warning in caught]
     for note in notes:
@@ -98,6 +110,17 @@ def convert_checkpoint(
         write_json(json, dataclasses.asdict(loaded) | {"notes": notes})
         console.print(f"numbers: {json}", highlight=False)
     console.print(f"{len(loaded.loaded)} tensors converted: {output}", style="bold green", highlight=False)
+
+
+def _convention(name: str, flag: str) -> Convention:
+    from leannorm._errors import InputError
+    from leannorm.cli.models import did_you_mean
+    from leannorm.interop.checkpoints.conventions import CONVENTIONS
+
+    names = {known: known for known in CONVENTIONS} | {"pytorch": "torch", "tf": "tensorflow"}
+    if name not in names:
+        raise InputError(f"{flag} must be one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
+    return CONVENTIONS[names[name]]
 
 
 @contextmanager
