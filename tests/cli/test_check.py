@@ -93,13 +93,15 @@ def test_a_model_is_checked_under_lean(tmp_path, capsys):
     file = tmp_path / "model.json"
     assert main(["check", "--model", "torchvision_free:network", "--input", "2x3x16x16"]) == 2
     assert "cannot import" in capsys.readouterr().err
-    arguments = ["check", "--model", "checked_networks:sound", "--input", "4x3x16x16", "--json", str(file)]
+    arguments = ["check", "checked_networks:sound", "--input", "4x3x16x16", "--json", str(file)]
     assert main([*arguments, "--steps", "2"]) == 0
     checks = json.loads(file.read_text())["checks"]
     assert [c["name"] for c in checks if "step 2" in c["name"]] == [
         f"{setting}, step 2" for setting in ("stock", "lean, norm", "lean, conv", "lean, budget 0.5")
     ]
     assert all(c["error"] == 0 for c in checks)
+    assert main([*arguments, "--model", "checked_networks:sound"]) == 2
+    assert "name one model" in capsys.readouterr().err
 
 
 def test_a_model_that_is_rebuilt_wrongly_is_named(capsys):

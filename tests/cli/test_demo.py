@@ -111,6 +111,7 @@ def test_another_training_is_told(few, monkeypatch):
     report = demo((), epochs=1, batch_size=160, digits=few)
     assert not report
     assert report.repeats
+    assert "digits, 1 epoch, stock" in report.summary()
     assert "DIFFERENT" in report.summary()
 
 

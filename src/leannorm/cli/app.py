@@ -36,7 +36,7 @@ def leannorm(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit.")
     ] = False,
 ) -> None:
-    """Normalization layers for PyTorch that train in about half the memory."""
+    """Normalization layers for PyTorch, and lean(), which trains in about half the activation memory."""
 
 
 def _after_the_package(command: Callable[..., None]) -> Callable[..., None]:

@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 
 def check(
-    model: Annotated[
-        str, typer.Option(help="Check this model under lean() in place of the layers.", metavar="MODEL")
+    given: Annotated[
+        str,
+        typer.Argument(help="Check this model under lean() in place of the layers.", metavar="MODEL"),
     ] = "",
     input: Inputs = [],  # noqa: B006  # typer needs a list as the default
     steps: Annotated[int, typer.Option(help="Training steps of the model.", min=1)] = 3,
     dtype: Dtype = "float32",
     json: JsonFile = None,
+    model: Annotated[str, typer.Option(help="The same, as an option.", metavar="MODEL")] = "",
 ) -> None:
     """Check on this machine every equality that the layers promise, each against its error budget.
 
-    And tell which recipes of lean() are alive beside this torch; one that does not fit it rests.
-    With --model and --input: train a model stock and under lean(), and compare every bit.
+    And tell which recipes of lean() are alive beside this torch; what one that does not fit it would rebuild
+    is held. With MODEL and --input: train a model stock and under lean(), and compare every bit.
     """
     from rich.console import Console
 
@@ -36,8 +38,11 @@ def check(
     from leannorm.report.recipes import recipe_states
 
     check_writable(json)
+    if given and model:
+        raise InputError(f"name one model, got {given!r} and --model {model!r}; leave one out")
+    model = model or given
     if bool(model) != bool(input):
-        raise InputError("--model and --input go together: a model is checked on an input, as 8x3x96x96")
+        raise InputError("MODEL and --input go together: a model is checked on an input, as 8x3x96x96")
     with Console().status(f"checking {model}") as status:
         checks = []
         for one in _of_model(model, input, steps, dtype) if model else run_checks():

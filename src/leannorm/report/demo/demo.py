@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from leannorm._report import Line, Part, Table
+from leannorm._report import Line, Part, Table, counted
 from leannorm.report.demo.digits import WAYS, DigitNetwork, Digits, Trained, check, load, same_bits, train
 from leannorm.report.demo.saved import MEMORY, NETWORKS, Network, Saved, measured
 from leannorm.report.memory import check_device
@@ -41,7 +41,7 @@ class DemoReport(PagedReport):
         if not self.repeats:
             equal = "other bits at each run here, stock's too"
         return (
-            f"digits, {len(stock.loss)} epochs, stock and under lean(): weights {equal}, "
+            f"digits, {counted(len(stock.loss), 'epoch')}, stock and under lean(): weights {equal}, "
             f"{lean.accuracy[-1]:.1%} of the test images right"
         )
 
