@@ -28,6 +28,23 @@ class Arguments(NamedTuple):
     def call(self, model: Any) -> Any:
         return model(*self.args, **self.kwargs)
 
+    def checked(self, model: Module, remedy: str = "pass a tuple in its order, or its names") -> Arguments:
+        """These. Raises `InputError` where the model's forward has no place for them, by its signature."""
+        written = getattr(model, "_orig_mod", model)  # of a compiled one
+        try:
+            signature = inspect.signature(written.forward)
+        except (TypeError, ValueError):
+            return self
+        try:
+            signature.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            if not written._forward_pre_hooks:  # which may change them
+                raise InputError(
+                    f"inputs must be those of {type(written).__name__}.forward "
+                    f"({', '.join(signature.parameters)}), got {', '.join(self.described())}: {error}; {remedy}"
+                ) from None
+        return self
+
     def reversed(self) -> Arguments:
         """The same samples in the other order: tensors of other values."""
         args, kwargs = tree_map_only(Tensor, _reversed, (self.args, dict(self.kwargs)))
@@ -114,7 +131,8 @@ def call(model: Module, batch: Any) -> Any:
         )
     arguments = inputs_of(batch)
     taken = arguments.args if len(arguments.args) < 2 else arguments.args[: _needed(model)]
-    return Arguments(taken, arguments.kwargs).call(model)
+    taken_of = Arguments(taken, arguments.kwargs)
+    return (taken_of.checked(model) if arguments.kwargs else taken_of).call(model)
 
 
 def call_for(batches: Any) -> Callable[[Module, Any], Any]:
@@ -124,17 +142,8 @@ def call_for(batches: Any) -> Callable[[Module, Any], Any]:
 
 def _call_in_full(model: Module, batch: Any) -> Any:
     """The model on all entries of a tuple. Raises `InputError` where its forward does not take as many."""
-    arguments, written = inputs_of(batch), getattr(model, "_orig_mod", model)  # of a compiled one
-    try:
-        inspect.signature(written.forward).bind(*arguments.args)
-    except TypeError:
-        raise InputError(
-            f"a tuple is one batch of positional arguments, got {len(batch)}, and {type(written).__name__}"
-            ".forward does not take as many; pass several batches in a list, one with labels too as [batch]"
-        ) from None
-    except ValueError:  # no signature
-        pass
-    return arguments.call(model)
+    remedy = "a tuple is one batch, pass several in a list, and one with labels too as [batch]"
+    return inputs_of(batch).checked(model, remedy).call(model)
 
 
 def _needed(model: Module) -> int:

@@ -114,7 +114,9 @@ def test_a_tuple_is_one_batch_and_a_list_is_several(take):
     assert take(model, [(x, mask), (x, mask)]) == 2  # of a loader's what the forward must have
     assert seen[-1] == 0
     assert take(model, iter([x, x, x])) == 3
-    with pytest.raises(InputError, match=r"got 3, and Masked\.forward does not take as many; pass several"):
+    with pytest.raises(
+        InputError, match=r"those of Masked\.forward \(x, mask\), .* a tuple is one batch, pass"
+    ):
         take(model, x.new_ones(3, 8, 4).unbind())
 
 
@@ -148,6 +150,12 @@ WRONG = {
     "a number": (lambda: leannorm.recalibrate(net(), [3]), "a batch must be a tensor, a tuple or a mapping"),
     "no inputs": (lambda: leannorm.profile(net(), ()), "inputs must be a tensor, a tuple or a mapping, got"),
     "no names": (lambda: leannorm.profile(net(), {}), "got an empty mapping"),
+    "other names": (
+        lambda: leannorm.profile(net(), {"foo": X}),
+        "inputs must be those of Sequential.forward (input), got foo=4x3x8x8: ",
+    ),
+    "names of a batch": (lambda: leannorm.recalibrate(net(), {"foo": X}), "of Sequential.forward (input)"),
+    "too many": (lambda: leannorm.fit(net, (X[0], X[0]), "1GB"), "those of Sequential.forward (input)"),
     "odd names": (lambda: leannorm.profile(net(), {1: X}), "got the key 1"),
     "no unit": (lambda: leannorm.fit(net, (3, 8, 8), "8"), "got '8' without its unit"),
 }  # fmt: skip

@@ -153,6 +153,7 @@ def fit(
     nbytes_each = sum(t.nbytes for t in tree_leaves((one.args, dict(one.kwargs))) if isinstance(t, Tensor))
     mode = FakeTensorMode()
     model = fake_model(make, mode)
+    one.checked(model)
     parameters = sum(p.nbytes for p in model.parameters())
     there = parameters * (1 + OPTIMIZER_STATE[optimizer]) + sum(b.nbytes for b in model.buffers())
 

@@ -60,7 +60,7 @@ def profile(
     True
     """
     _checks.module(model, "profile")
-    arguments = inputs_of(inputs)
+    arguments = inputs_of(inputs).checked(model)
     settings = settings_for(model, recompute, budgets, against, compiled)
     learned = [p for p in model.parameters() if p.requires_grad]
     if not learned:

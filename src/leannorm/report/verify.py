@@ -33,7 +33,7 @@ def verify_model(model: nn.Module, inputs: Any, steps: int = 3) -> Iterator[Chec
     >>> all(check.passed for check in verify_model(model, torch.randn(4, 8)))
     True
     """
-    arguments = inputs_of(inputs)
+    arguments = inputs_of(inputs).checked(model)
     expected = list(_steps(model, arguments, steps, nullcontext))
     again = list(_steps(model, arguments, steps, nullcontext))
     repeats = [_different(*pair) == 0 for pair in zip(expected, again, strict=True)]
