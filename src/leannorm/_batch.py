@@ -41,7 +41,8 @@ class Arguments(NamedTuple):
             if not written._forward_pre_hooks:  # which may change them
                 raise InputError(
                     f"inputs must be those of {type(written).__name__}.forward "
-                    f"({', '.join(signature.parameters)}), got {', '.join(self.described())}: {error}; {remedy}"
+                    f"({', '.join(signature.parameters)}), got {', '.join(self.described())}: {error}; "
+                    f"{remedy}"
                 ) from None
         return self
 

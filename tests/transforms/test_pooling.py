@@ -296,7 +296,7 @@ BAD = {
     "nothing": ([], {}, leannorm.InputError, "needs a batch, got none"),
     "empty": ([GOOD, GOOD[:0]], {}, leannorm.InputError, "batch 1 is empty"),
     "NaN": ([GOOD, GOOD / 0 * 0], {}, leannorm.InputError, "layer '0' are not finite"),
-    "keys": ([{"input": GOOD}, {"wrong": GOOD}], {}, TypeError, "wrong"),
+    "keys": ([{"input": GOOD}, {"wrong": GOOD}], {}, leannorm.InputError, "got wrong="),
     "no tensor": ([GOOD, 3], {}, leannorm.InputError, "got int; pass forward="),
     "shape": ([GOOD, GOOD[:, :2]], {}, leannorm.InputError, "one entry per channel"),
     "forward": ([GOOD], {"forward": failing}, ZeroDivisionError, "caller"),
