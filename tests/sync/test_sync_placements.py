@@ -118,7 +118,7 @@ MERGING = {"layer_norm, lengths"}  # flattens its input, which is torch's to do
 REFUSED = {
     "group_norm of 2": {4: {1}},
     "group_norm, mask": {n: {2, 3} for n in (2, 4)},
-    "instance_norm, mask": {n: {0, 2, 3} for n in (2, 4)},
+    "instance_norm, mask": {n: {2, 3} for n in (2, 4)},
     "conv_batch_norm": {n: {1, 2, 3} for n in (2, 4)},
     "conv_batch_norm, outside": {n: {1, 2, 3} for n in (2, 4)},
 }

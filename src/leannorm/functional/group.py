@@ -13,6 +13,7 @@ from leannorm import _checks
 from leannorm._types import Epilogue, Moments, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments
@@ -274,43 +275,46 @@ def _instances(
     if cut is not None:
         positions = range(2, input.dim())
         sharing = cut.merged(positions, "instance_norm", eps, channels)
-        others = cut.merged((0,), "instance_norm", eps)
-        axes = positions if running.mean is None else (0, *positions)
-        if masked and not cut.is_whole(axes):
-            raise cut.refuse("instance norm with mask= or lengths= needs whole samples on each rank", axes)
-    if valid is not None:
-        return _instances_of_valid(input, valid, running, epilogue, eps)
-    y, moments = channel_norm(input, epilogue, eps, channels, sharing=sharing)
+        others = cut.merged((0,), "instance_norm", eps) if running.mean is not None else None
+        if masked and not cut.is_whole(positions):
+            rule = "instance norm with mask= or lengths= needs whole samples on each rank"
+            raise cut.refuse(rule, positions)
+    if valid is not None and others is None:
+        _checks.more_than_one_valid(input, valid.total)
+    y, moments = channel_norm(input, epilogue, eps, channels, valid=valid, sharing=sharing)
     if running.mean is not None and moments is not None and whole.numel():
-        if others is None or rebuilding():
-            mean, m2 = moments.mean.mean(0), moments.m2.mean(0)
-        else:
-            sums = torch.cat((moments.mean.sum(0), moments.m2.sum(0)))
-            total = add_up((sums,), input.shape[0], others.group, others.call("average", input))
-            mean, m2 = (total[1:] / total[0]).chunk(2)
-        update_running_statistics(running, Moments(mean, m2, moments.count))
+        others = None if rebuilding() else others
+        update_running_statistics(running, _average(moments, input, valid, others, masked))
     return y
 
 
-def _instances_of_valid(
-    input: Tensor, valid: Valid, running: Running, epilogue: Epilogue, eps: float
-) -> Tensor:
-    _checks.more_than_one_valid(input, valid.total)
-    y, moments = channel_norm(input, epilogue, eps, input.shape[1], valid=valid)
-    if running.mean is not None and moments is not None and input.numel():
-        count = moments.count
-        assert isinstance(count, Tensor)
-        enough = count > 1
+def _average(
+    moments: Moments, input: Tensor, valid: Valid | None, others: Sharing | None, masked: bool
+) -> Moments:
+    """The samples' mean and variance on average, over the ranks among which samples are cut.
+
+    With a mask they are those of the samples that have more than one valid position.
+    """
+    mean, m2, count = moments.mean, moments.m2, moments.count
+    if valid is None and others is None:
+        return Moments(mean.mean(0), m2.mean(0), count)
+    samples: Tensor = mean.new_tensor(len(input))
+    if masked:
+        counts = count if isinstance(count, Tensor) else mean.new_full((len(input), 1), count)
+        enough = counts > 1
         samples = enough.sum()
-
-        def average(of_samples: Tensor) -> Tensor:
-            found = torch.where(enough, of_samples, torch.zeros_like(of_samples))
-            return found.sum(0) / samples.clamp_min(1)
-
-        variance = average(moments.m2 / (count - 1).clamp_min(1))
-        two = 2.0 * (samples > 0).to(variance.dtype)  # of two values M2 is the variance
-        update_running_statistics(running, Moments(average(moments.mean), variance, two))
-    return y
+        mean, m2 = (torch.where(enough, v, 0.0) for v in (mean, m2 / (counts - 1).clamp_min(1)))
+        count = 2  # of two values m2 is the variance
+    sums = torch.cat((mean.sum(0), m2.sum(0)))
+    if others is not None:
+        data = input[:, 0].numel() if valid is None else valid.total
+        told = sums.new_tensor([data] if input.is_cpu else [])  # elsewhere the host does not know
+        total = add_up((sums, told), samples, others.group, others.call("average", input))
+        samples, sums, told = total[0], total[1 : 1 + len(sums)], total[1 + len(sums) :]
+        if masked and told.numel():
+            _checks.more_than_one_valid(input, int(told))
+    mean, m2 = (sums / samples.clamp_min(1)).chunk(2)
+    return Moments(mean, m2, count * (samples > 0).to(m2.dtype) if masked else count)
 
 
 @public(by_batch=moves_its_statistics)
