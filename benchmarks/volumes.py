@@ -5,7 +5,7 @@
 
 The second is stock's processor time of a step in times of the converted network's, and of an instance norm
 with its LeakyReLU in times of ours; one thread, in turns.
-`pip install --no-deps dynamic-network-architectures monai`; "two stages" needs neither.
+`pip install --no-deps dynamic-network-architectures monai einops`; "two stages" needs none of them.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ _DYN = {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_size":
 _DYN |= {"filters": [8, 16, 32, 64], "deep_supervision": True, "deep_supr_num": 2}
 _UNET = {"channels": (8, 16, 32, 64), "strides": (2, 2, 2), "num_res_units": 2, "dropout": 0.1}
 _ENCODER = {"n_blocks_per_stage": [1, 2, 2, 2], "n_conv_per_stage_decoder": 1}
-NNUNET, MONAI = "dynamic_network_architectures", "monai"
-NETWORKS: dict[str, tuple[str | None, Callable[[], nn.Module]]] = {  # and the package that each is of
-    "two stages": (None, lambda: UNet("transposed", "max")),
+NNUNET, MONAI, EINOPS = ("dynamic_network_architectures",), ("monai",), ("monai", "einops")
+NETWORKS: dict[str, tuple[tuple[str, ...], Callable[[], nn.Module]]] = {  # and the packages that each needs
+    "two stages": ((), lambda: UNet("transposed", "max")),
     "PlainConvUNet": (
         NNUNET,
         lambda: _of_nnunet("PlainConvUNet", n_conv_per_stage=2, n_conv_per_stage_decoder=2),
@@ -86,20 +86,21 @@ NETWORKS: dict[str, tuple[str | None, Callable[[], nn.Module]]] = {  # and the p
     "UNet": (MONAI, lambda: _of_monai("UNet", **_UNET)),
     "DynUNet": (MONAI, lambda: _of_monai("DynUNet", **_DYN)),
     "SegResNet": (MONAI, lambda: _of_monai("SegResNet", init_filters=8, dropout_prob=0.1)),
+    "SwinUNETR": (EINOPS, lambda: _of_monai("SwinUNETR", feature_size=12)),
 }
+_SIDE = {"SwinUNETR": 64}  # it halves five times
 
 
 def lacking(name: str) -> str | None:
-    """The package that this network needs, if it is not installed."""
-    package = NETWORKS[name][0]
-    return package if package is not None and find_spec(package) is None else None
+    """A package that this network needs and that is not installed."""
+    return next((package for package in NETWORKS[name][0] if find_spec(package) is None), None)
 
 
 def volumes(name: str) -> tuple[nn.Module, Tensor]:
     """The network, in training, and a volume."""
     import_torchvision()
     torch.manual_seed(0)
-    return NETWORKS[name][1]().train(), torch.randn(1, 1, 32, 32, 32)
+    return NETWORKS[name][1]().train(), torch.randn(1, 1, *[_SIDE.get(name, 32)] * 3)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
 """Networks for volumes: what nnU-Net's and MONAI's are made of, and these themselves where installed.
 
-`pip install --no-deps dynamic-network-architectures monai`; with `-m conformance`.
+`pip install --no-deps dynamic-network-architectures monai einops`; with `-m conformance`.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -90,6 +91,7 @@ MOST = {
     "UNet": (0.45, 0.3),
     "DynUNet": (0.55, 0.35),
     "SegResNet": (0.6, 0.45),
+    "SwinUNETR": (0.95, 0.55),  # half of its softmaxes stand behind a mask that is added
 }
 
 
@@ -107,6 +109,21 @@ def test_of_a_package(network):
         for _ in range(2):
             assert equal(gradients(model, x, saving), stock), setting
         assert saving.kept_bytes / (saving.kept_bytes + saving.rebuilt_bytes) <= most
+
+
+@pytest.mark.conformance
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", held.TRAINERS)
+def test_in_a_trainer(trainer, monkeypatch):
+    """Others' trainers, as docs/recipes/trainers.md says: losses and weights are stock's."""
+    if find_spec(package := held.TRAINERS[trainer][0]) is None:
+        pytest.skip(f"needs {package}")
+    for name in ("nnUNet_raw", "nnUNet_preprocessed", "nnUNet_results"):
+        monkeypatch.setenv(name, "")  # set there, and as before afterwards
+    rows = {row["setting"]: row for row in held.of_trainer(trainer)}
+    assert all(row["equal"] for row in rows.values())
+    assert rows['lean("conv")']["held"] < 0.5
+    assert rows["lean()"]["held"] < 0.7
 
 
 @pytest.mark.filterwarnings("ignore")
