@@ -30,6 +30,7 @@ SCRIPTS = [
     ("mixture_of_experts", ["transformers"], [SAME], 0.53),
     ("lightning_digits", ["sklearn", "lightning"], [SAME], 0.4),
     ("unet_denoising", ["sklearn"], [SAME], 0.5),
+    ("segment_a_volume", [], [SAME], 0.53),
     (
         "deploy",
         ["sklearn", "onnxruntime", "onnxscript"],
