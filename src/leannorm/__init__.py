@@ -1,4 +1,4 @@
-"""Normalization layers for PyTorch that train in about half the memory."""
+"""Normalization layers for PyTorch, and `lean()`, which trains models in half of the activation memory."""
 
 from leannorm import _torch as _torch  # first: says in one line which torch is too old
 

@@ -114,3 +114,19 @@ def test_a_file_of_another_format_under_this_ending(name, tmp_path):
     shutil.copy(FIXTURES / "make_paddle.py", tmp_path / name)
     source = next(key.partition(" ")[0] for key, value in EVERY.items() if value == name)
     unchanged_after(tmp_path / name, source, f"{name} is damaged|does not fit the model")
+
+
+def test_a_pt_file_of_something_else_says_so_and_gives_no_advice_to_trust_it(tmp_path):
+    torch.save([torch.ones(3)], tmp_path / "list.pt")
+    unchanged_after(tmp_path / "list.pt", "torch", "must hold a mapping of names to arrays, got list")
+    torch.save(Harm(HARM["eval"]), tmp_path / "net.pt")
+    with pytest.raises(InputError, match=r"net.pt: it is no file of torch.save") as caught:
+        interop.load(Net(), tmp_path / "net.pt", "torch")
+    assert "weights_only" not in str(caught.value)
+
+
+def test_other_shapes_are_no_matter_of_names(tmp_path):
+    wrong = {key: torch.zeros(value.numel() + 1) for key, value in Net().state_dict().items()}
+    with pytest.raises(InputError, match="shape") as caught:
+        interop.load(Net(), wrong, "torch")
+    assert "names=" not in str(caught.value)

@@ -314,6 +314,7 @@ def test_one_branch_as_an_exported_program(name, branch):
 def test_description_and_picture_show_the_fork(tmp_path):
     forked = program.fork(stack(torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.1)), (image(),))
     text = forked.describe()
+    assert repr(forked) == "Program(input (4, 3, 8, 8) float32)"
     assert "shared (1 operators)\n  0 Conv2d: conv2d\ntraining branch" in text
     assert "1 BatchNorm2d: add_.Tensor, batch_norm (changes num_batches_tracked, running_mean" in text
     forked.draw(tmp_path / "net.svg")
@@ -322,3 +323,14 @@ def test_description_and_picture_show_the_fork(tmp_path):
     assert picture.count("<title>2 Dropout: dropout") == 2
     for title in ("shared", "training branch", "inference branch"):
         assert f">{title}</text>" in picture
+
+
+class Sliced(torch.nn.Module):
+    def forward(self, x):
+        return x.relu() * x.shape[0]
+
+
+def test_sizes_that_no_module_asks_for_have_no_name_of_torchs(tmp_path):
+    forked = program.fork(Sliced(), (image(),), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))
+    assert "sym_size" in forked.describe()
+    assert "_empty_nn" not in forked.describe()

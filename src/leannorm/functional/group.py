@@ -250,7 +250,7 @@ def instance_norm(
         if not use_input_stats:
             mask = None if valid is None or not valid.zero else valid.mask
             return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
-        masked = masking[0] is not None  # also where this rank has no padding
+        masked = valid is not None or masking[0] is not None  # also where this rank has no padding
         return _instances(cut, x, running, epilogue, eps, valid, masked)
 
     if sharded(input, running_mean, running_var, weight, bias):

@@ -65,6 +65,9 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
         def __init__(self) -> None:
             self.saved = saved
 
+        def __repr__(self) -> str:
+            return f"LeanCallback({self.saved})"
+
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             pl_module.training_step = _in_context(saved, pl_module.training_step)
 

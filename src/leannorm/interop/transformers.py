@@ -30,6 +30,9 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
         def __init__(self) -> None:
             self.saved: lean | None = None
 
+        def __repr__(self) -> str:
+            return f"LeanCallback({self.saved or 'before its first step'})"
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             make_lean(kwargs["model"], recompute, **settings)
 

@@ -245,6 +245,8 @@ def _scopes(node: fx.Node, kinds: dict[str, str]) -> list[str]:
     """
     scopes = []
     for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
+        if key.startswith("_empty_nn_module_stack"):  # what torch notes of a node without one
+            continue
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
         _, at, number = key.rpartition("@")
         scope = f"{path}@{number}" if at else path

@@ -61,6 +61,9 @@ class Program:
         for name, tensor in joined.variables.items():
             place(self._root, name, tensor)
 
+    def __repr__(self) -> str:
+        return f"Program({self.signature.describe()})"
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns in training mode, with gradients; statistics and counters move."""
         return self._call(TRAIN, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from html import escape
 from types import TracebackType
 from typing import Any, Literal
 
@@ -176,3 +177,6 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def records(self) -> list[Record]:
         """Every tensor that the last forward pass saved; bytes are counted at the first of each storage."""
         return self._ledger.records()
+
+    def _repr_html_(self) -> str:
+        return f"<div>{escape(repr(self))}</div>"

@@ -74,6 +74,10 @@ class _ArrayUnpickler(pickle.Unpickler):
 def read_pickle(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         content = _ArrayUnpickler(file).load()
+    return _of_mapping(content)
+
+
+def _of_mapping(content: Any) -> Checkpoint:
     if not isinstance(content, Mapping):
         raise InputError(f"it must hold a mapping of names to arrays, got {type(content).__name__}")
     return from_mapping(content)
@@ -108,7 +112,13 @@ def read_safetensors(path: Path) -> Checkpoint:
 
 
 def read_torch(path: Path) -> Checkpoint:
-    return from_mapping(torch.load(path, map_location="cpu", weights_only=True))
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # whose text advises to run what the file asks for
+        raise InputError(
+            "it is no file of torch.save, or holds more than tensors in plain containers"
+        ) from error
+    return _of_mapping(content)
 
 
 def _pickled(tree: Any) -> bytes:

@@ -131,9 +131,14 @@ def load(
         problems += [f"missing: {line}" for line in pairing.missing]
         problems += [f"surplus: {line}" for line in pairing.surplus]
     if problems:
+        remedy = (
+            "; where the layers have other names, pass names={'layer here': 'layer there'}; strict=False "
+            "passes over what is missing or surplus"
+        )
         raise InputError(
-            "the checkpoint does not fit the model, which is unchanged; where the layers have other names, "
-            "pass names={'layer here': 'layer there'}; strict=False passes over what is missing or surplus:"
+            "the checkpoint does not fit the model, which is unchanged"
+            + (remedy if pairing.missing or pairing.surplus or pairing.problems else "")
+            + ":"
             + "".join(f"\n  {problem}" for problem in problems)
         )
     changes, notes = settings_of(model, theirs, checkpoint, names, eps=eps, momentum=momentum)
