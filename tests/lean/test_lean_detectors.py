@@ -5,12 +5,13 @@ One on every run, all with `-m conformance`.
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from benchmarks.detectors import NETWORKS, loss_of, network
+from benchmarks.detectors import NETWORKS, images, loss_of, network
 from leannorm import lean
 from leannorm.saving import small
 
@@ -67,3 +68,28 @@ def test_of_torchvision(name):
         stock, saving = step(model, state, nullcontext(), 0), lean("conv")
         assert equal(step(model, state, saving, 0), stock)
         assert saving.rebuilt_bytes > 0
+
+
+WRONG = {  # what torchvision finds before the network runs, and after it
+    "a box without area": {"boxes": torch.tensor([[10.0, 10.0, 5.0, 5.0]]), "labels": torch.tensor([1])},
+    "a box without label": {"boxes": torch.tensor([[5.0, 5.0, 60.0, 50.0]])},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_error_of_boxes(wrong):
+    """As stock, with stock's error, and nothing left behind."""
+    model = network("fcos")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    stock, saving, found = step(model, state, nullcontext()), lean("conv"), []
+    for context in (nullcontext(), saving):
+        with pytest.raises(Exception) as raised, context:  # noqa: PT011
+            model(list(images()), [dict(WRONG[wrong]), dict(WRONG[wrong])])
+        found.append((raised.type, str(raised.value)))
+        del raised  # its frames hold the pass
+    assert found[0] == found[1]
+    gc.collect()
+    assert not [r for r in saving._ledger.references if r() is not None]
+    assert equal(step(model, state, saving), stock)
+    assert saving.rebuilt_bytes > 0

@@ -166,6 +166,78 @@ def test_a_router_whose_second_run_differs():
     assert saving.rebuilt_bytes > saving.kept_bytes
 
 
+class Sparse(nn.Module):
+    """Every expert reads every token; the best two count. The forward pass drops topk's positions."""
+
+    def __init__(self, width=64, experts=8):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+
+    def forward(self, x):
+        y = self.norm(x)
+        scores = self.router(y).softmax(-1)
+        best = scores.topk(2, -1).values
+        weights = scores.where(scores >= best[:, 1:], 0.0) / best.sum(-1, keepdim=True)
+        return x + torch.einsum("te,etm->tm", weights, torch.bmm(y.expand(len(self.up), *y.shape), self.up))
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+def test_positions_that_autograd_alone_holds_are_narrow(setting):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Sparse(), Sparse()), torch.randn(512, 64)
+    loss = lambda m: m(x).square().mean()  # noqa: E731
+    stock, saving = gradients(model, loss, nullcontext()), lean(setting)
+    for _ in range(2):
+        assert equal(gradients(model, loss, saving), stock)
+    positions = [r for r in saving.records if r.shape == (512, 2) and not r.dtype.is_floating_point]
+    assert {r.dtype for r in positions if not r.rebuilt} == {torch.int16}
+    assert sum(r.bytes for r in positions if not r.rebuilt) == 2 * 512 * 2 * 2
+
+
+class CompiledExperts(Mixture):
+    """The experts alone are compiled, one after another, for any number of tokens."""
+
+    def __init__(self, experts=4):
+        super().__init__(experts=experts)
+        self.expert = torch.compile(self.one, backend="aot_eager", dynamic=True)
+
+    @staticmethod
+    def one(x, up, down):
+        gate, y = (x @ up).chunk(2, -1)
+        return F.silu(gate) * y @ down
+
+    def forward(self, x):
+        y = self.norm(x)
+        scores, chosen = self.router(y).softmax(-1).topk(2, -1)
+        out, self.balance = torch.zeros_like(x), scores.var()
+        for i in range(len(self.up)):
+            token, place = torch.where(chosen == i)
+            found = self.expert(y[token], self.up[i], self.down[i])
+            out = out.index_add(0, token, found * scores[token, place, None])
+        return F.silu(x + F.layer_norm(out, x.shape[1:]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("experts", [4, 48])  # of 48 some get no token
+def test_compiled_experts_in_an_eager_mixture(experts):
+    """What they save is the compiler's choice and held, and the reason says so; all around is rebuilt."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(CompiledExperts(experts), CompiledExperts(experts)), torch.randn(64, 64)
+    loss = lambda m: m(x).square().mean() + 0.01 * sum(layer.balance for layer in m)  # noqa: E731
+    gradients(model, loss, nullcontext())
+    stock = gradients(model, loss, nullcontext())
+    for setting in ({}, {"recompute": "conv"}, {"budget": 0.25}):
+        saving = lean(**setting)
+        for _ in range(2):
+            assert equal(gradients(model, loss, saving), stock), setting
+        assert saving.rebuilt_bytes > 0
+        assert any("compiled code ran within lean()" in reason for reason in saving.reasons)
+    torch._dynamo.reset()  # compiled under lean() for the first time
+    assert equal(gradients(model, loss, lean("conv")), stock)
+
+
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 def test_a_table_that_the_pass_renorms(setting):
     """`max_norm` edits the table at each lookup; stock's graph reads none, so what was looked up is held."""
