@@ -115,7 +115,7 @@ class DoctorReport(PagedReport):
             yield from (Line(f"  {lead} {line}") for lead, line in _remedy_lines(findings))
             yield Line("")
         if self.difference is not None:
-            yield Line(f"outputs of the two modes differ by {self.difference:.2g} of their size")
+            yield Line(f"outputs of the two modes differ by {self.difference:.2g} times their size")
         if self.stopped:
             yield Line(f"without batches: {self.stopped}", "bold red")
         yield Line(self.summary(), "bold green" if self else "bold")
@@ -178,7 +178,7 @@ def _page(report: DoctorReport) -> str:
     facts.append(Fact(str(len(report.layers)), "norm layers"))
     if report.difference is not None:
         facts.append(
-            Fact(f"{report.difference:.2g}", "of their size is the difference between the two modes' outputs")
+            Fact(f"{report.difference:.2g}", "times their size: how far the two modes' outputs are apart")
         )
     sections = [_bars(report)] if report.layers else []
     for title, findings in _grouped(report):
