@@ -80,9 +80,11 @@ wheel: $(VENV)/.ready
 	$(BIN)/python tests/matrix.py --bare
 
 # Every architecture of timm and torchvision that trains here, the norms of transformers and diffusers, and the
-# rest of each sweep; hours, where `make test` runs a sample. Only this needs diffusers.
+# rest of each sweep; hours, where `make test` runs a sample. Brings what the suite does not need: diffusers, networks
+# for volumes, quantized layers; tests of a package that is missing skip.
 conformance: $(VENV)/.ready
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps diffusers
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps diffusers dynamic-network-architectures==0.4.4 \
+	    monai==1.6.1 einops==0.8.2 pytorch-ignite==0.5.5 bitsandbytes==0.50.2 torchao==0.18.0
 	$(BIN)/python -m pytest -m conformance
 	$(BIN)/python -m benchmarks.program
 	$(BIN)/python -m benchmarks.fold
