@@ -2,13 +2,18 @@
 
     python -m benchmarks.mixtures [FAMILY ...] [--experts grouped_mm|eager|batched_mm] [--dtype bfloat16]
                                   [--json FILE]
+    python -m benchmarks.mixtures --families
 
-Each in turn with the settings of `lean()` and with a checkpoint around every block.
+Each in turn with the settings of `lean()` and with a checkpoint around every block. The second tells which
+families of the installed transformers have experts, and which of them are not in this list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +21,11 @@ from torch import Tensor, nn
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
 
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
-_LATENT |= {"v_head_dim": 32, "head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
+_RANKS = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
+_LATENT = _RANKS | {"v_head_dim": 32, "head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
 _GROUPS = {"n_group": 1, "topk_group": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1}
-FAMILIES = {
+_INDEXER = {"first_k_dense_replace": 1, "index_n_heads": 2, "index_head_dim": 32, "index_topk": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
     "Mixtral": {},
     "Olmoe": {},
@@ -53,6 +59,56 @@ FAMILIES = {
         "layer_types": ["full_attention", "linear_attention"],
         "shared_expert_intermediate_size": 64,
     },
+    "AriaText": {},
+    "AXK1": _LATENT | {"first_k_dense_replace": 1},
+    "AXK2": {},
+    "BailingHybrid": _GROUPS | {"layer_types": ["full_attention"] * 3},
+    "Cohere2Moe": {},
+    "DeepseekV32": _LATENT | _INDEXER,
+    "DeepseekV4": {},
+    "Dots1": _GROUPS | {"n_shared_experts": 1, "max_window_layers": 3},
+    "Flint": {"num_hidden_layers": 3, "mlp_layer_types": ["sparse"] * 3},
+    "Gemma4Text": {
+        "enable_moe_block": True,
+        "top_k_experts": 4,
+        "vocab_size_per_layer_input": 160,
+        "hidden_size_per_layer_input": 16,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "GlmMoeDsa": _LATENT | _INDEXER,
+    "GraniteMoeSWA": {},
+    "HYV3": {},
+    "HYV4": {},
+    "InklingText": {},
+    "Inkling2Text": {},
+    "KimiLinear": {},
+    "Kolibri1": {},
+    "Laguna": {},
+    "Llama4Text": {},
+    "LongcatFlash": _RANKS
+    | {
+        "v_head_dim": 32,
+        "num_layers": 2,
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 4,
+        "zero_expert_num": 2,
+    },
+    "Mellum": {},
+    "MiMoV2Flash": {
+        "n_group": 1,
+        "topk_group": 1,
+        "v_head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "MiniMaxM3VLText": {},
+    "NemotronH": {},
+    "Qwen3_5MoeText": {},
+    "Qwen4ExpText": {},
 }
 
 
@@ -68,7 +124,11 @@ def mixture(family: str, experts: str) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**sizes | FAMILIES[family])
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    model.set_experts_implementation(experts)  # type: ignore[operator]
+    try:
+        model.set_experts_implementation(experts)  # type: ignore[operator]
+    except ValueError:
+        if experts != "eager":  # there is one way alone
+            raise
     return model.train()
 
 
@@ -95,11 +155,42 @@ def measured(families: Iterable[str], experts: str, dtype: str) -> Iterator[held
             print(f"{family:16} {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
 
 
+def tell_families() -> None:
+    """Print the families with a class of experts, those that are not listed by whether they have a language
+    model of their own."""
+    import_torchvision()
+    import transformers
+
+    listed = {getattr(transformers, f"{family}Config").__module__.split(".")[2] for family in FAMILIES}
+    rest: dict[bool, list[str]] = {True: [], False: []}
+    count = 0
+    for name in sorted(module.name for module in iter_modules(transformers.models.__path__)):
+        try:
+            module = import_module(f"transformers.models.{name}.modeling_{name}")
+        except ImportError:
+            continue
+        own = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        ]
+        if any(key.endswith("Experts") for key in own):
+            count += 1
+            if name not in listed:
+                rest[any(key.endswith("ForCausalLM") for key in own)].append(name)
+    print(
+        f"{count} families of transformers {transformers.__version__} have experts, {len(listed)} are listed"
+    )
+    print(len(rest[True]), "others with a causal language model:", *rest[True])
+    print(len(rest[False]), "without one:", *rest[False])
+
+
 def main() -> None:
     parser = held.parser_of(__doc__, FAMILIES, "FAMILY")
     parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "eager", "batched_mm"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--families", action="store_true", help="which families have experts")
     options = held.parsed(parser)
+    if options.families:
+        return tell_families()
     found = measured(options.names or FAMILIES, options.experts, options.dtype)
     held.tell(options, found, "family", "experts", "dtype", "setting")
 
