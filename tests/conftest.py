@@ -46,8 +46,7 @@ def no_plan_of_another_test():
     """A network that begins as an earlier one did would follow that one's plan first."""
     from leannorm.saving import plans
 
-    plans._PLANS.clear()
-    plans._STRAYED.clear()
+    plans._KNOWN.clear()
 
 
 @pytest.fixture(autouse=True)

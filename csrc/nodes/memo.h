@@ -319,6 +319,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     if (kind->templates.empty()) why = borrowed(kind->why.get());
     else value = rebuilt(p, *kind, *match, object, t, of);
   } else if (of.widens) throw Unusual();
+  else if (!plan.rebuild && of.alias && follows_rebuilt(node)) throw Unusual();
   else if (!plan.rebuild) why = borrowed(plan.why.get());
   else vain = in_vain(p, object, t, of), why = borrowed(vain.why.get());
   const Template* const how = value ? &kind->templates[0] : nullptr;

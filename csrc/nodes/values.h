@@ -273,6 +273,12 @@ inline Registered registered(Node* node, uint32_t output) {
   found.value = referred(lookup);
   return found;
 }
+// Is what a node is made of rebuilt? A view of that is, whatever a plan says; as Search.views_rebuilt.
+inline bool follows_rebuilt(Node* node) {
+  const auto& [producer, output] = node->next_edge(0);
+  const Registered base = producer ? registered(producer.get(), output) : Registered();
+  return base.value && is_value(base.value.get()) && get(base.value.get(), slots.step).get() != Py_None;
+}
 inline void record(Node* node, uint32_t output, const Ref& lookup) {
   PyObject* const metadata = metadata_of(node);  // held by C++ alone; what others put in there has it tracked again
   if (PyDict_SetItem(metadata, registry_key(output), lookup.get()) != 0) throw Unusual();

@@ -295,3 +295,25 @@ def test_the_source_of_a_cast_is_found_to_the_bit(dtype, wide, layout):
         edited = cast.clone()
         edited.as_strided((edited.numel(),), (1,)).view(torch.uint8)[:: wide.itemsize][at] ^= 1
         assert narrowed._in_source(edited, dtype) is None
+
+
+@pytest.mark.parametrize("positions", [False, True], ids=["two values", "positions"])
+def test_of_what_the_caller_holds_a_view_has_no_narrow_copy(positions):
+    """It would add memory, and not see what the caller writes there."""
+    of = torch.randn(64, 64, requires_grad=True)
+
+    def run(context):
+        x = torch.zeros(4, 16, 64, dtype=torch.int64 if positions else torch.float32)
+        with context:
+            if positions:
+                loss = (of.gather(0, x.view(64, 64)) * torch.arange(64)).sum()
+            else:
+                with torch.no_grad():
+                    x.mul_(1.5)
+                loss = F.linear(x, of).mean()
+            x.data.add_(1)
+        loss.backward()
+        found, of.grad = of.grad, None
+        return found
+
+    assert torch.equal(run(nullcontext()), run(lean("conv")))

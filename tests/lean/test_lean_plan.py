@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from leannorm.planning.goal import Goal
-from leannorm.saving import lean, steps, trial, values
+from leannorm.saving import lean, plans, reasons, steps, trial, values
 from leannorm.saving.evidence import sample_of
 from leannorm.saving.plan import plan
 from leannorm.saving.policy import CONV, LEANEST, NORM
@@ -212,3 +212,137 @@ def test_where_a_plan_holds_a_max_pool_its_positions_stay_narrow(dtype):
         loss.backward()
         assert torch.int16 in {record.dtype for record in saved.records}
     assert saved.kept_bytes <= 1.05 * saved.plan.kept_bytes
+
+
+class Norms(nn.Module):
+    """Of which the first `depth` blocks run."""
+
+    def __init__(self, blocks=6):
+        super().__init__()
+        make = lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU())  # noqa: E731
+        self.blocks, self.depth = nn.ModuleList(make() for _ in range(blocks)), blocks
+
+    def forward(self, x):
+        for block in self.blocks[: self.depth]:
+            x = x + block(x)
+        return x
+
+
+def steps_of(model, inputs, **goal):
+    """Of each step the share that it kept, of stock's bytes, and its context."""
+    told = []
+    for x in inputs:
+        saved = lean(**goal)
+        with saved:
+            loss = model(x).square().mean()
+        loss.backward()
+        told.append((saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes), saved))
+    return told
+
+
+@pytest.mark.parametrize("goal", [{"budget": 0.4}, {"peak": 0.8}, {"overhead": 0.4}], ids=str)
+@pytest.mark.usefixtures("with_and_without_nodes")
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_a_batch_of_another_size_has_a_plan_of_its_own(goal):
+    """What fits 64 rows is nothing for 2,048, nor the other way round."""
+    alone, _ = steps_of(Norms(), [torch.randn(2048, 64) for _ in range(2)], **goal)[-1]
+    plans._KNOWN.clear()
+    inputs = [torch.randn(rows, 64) for rows in (64, 64, 2048, 2048, 2048)]
+    share, saved = steps_of(Norms(), inputs, **goal)[-1]
+    assert share <= alone + 0.02
+    assert share == pytest.approx(saved.plan.ratio, abs=0.02)
+    assert saved.plan.stock_bytes == saved.kept_bytes + saved.rebuilt_bytes
+
+
+@pytest.mark.usefixtures("with_and_without_nodes")
+def test_a_batch_of_about_the_size_follows_the_plan_there_is():
+    rows = (1000, 1000, 900, 900, 1100, 1100)
+    told = steps_of(Norms(), [torch.randn(n, 64) for n in rows], budget=0.4)
+    made = {id(saved.plan.chosen) for _, saved in told}
+    assert len(made) == 1
+    assert all(share < 0.42 for share, _ in told[1:])
+
+
+def test_a_peak_in_bytes_has_no_room_for_a_larger_batch():
+    model = Norms()
+    (_, first), *_ = steps_of(model, [torch.randn(1000, 64)], peak=0.8)
+    most = int(0.8 * first.plan.chosen.stock.peak)
+    told = steps_of(model, [torch.randn(n, 64) for n in (1000, 1000, 1100, 1100)], peak=most)
+    assert told[1][1].plan.chosen is not told[3][1].plan.chosen
+    assert told[3][1].plan.chosen.point.peak <= most
+
+
+@pytest.mark.parametrize("goal", [{"budget": 0.5}, {"peak": 0.8}], ids=str)
+@pytest.mark.usefixtures("with_and_without_nodes")
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_two_depths_in_turns_settle_each_on_its_plan(goal):
+    """The saves of the shorter pass are the beginning of the longer one's."""
+    model, told, alone = Norms(), {2: [], 6: []}, {}
+    for depth in (2, 6):
+        model.depth = depth
+        alone[depth], _ = steps_of(model, [torch.randn(256, 64) for _ in range(3)], **goal)[-1]
+        plans._KNOWN.clear()
+    for depth in (6, 2) * 8:
+        model.depth = depth
+        told[depth] += steps_of(model, [torch.randn(256, 64)], **goal)
+    for depth, steps_there in told.items():
+        for share, saved in steps_there[-3:]:
+            assert share == pytest.approx(alone[depth], abs=0.02)
+            assert saved.plan.stock_bytes == saved.kept_bytes + saved.rebuilt_bytes
+    assert sum(len(known.entries) for known in plans._KNOWN.values()) == 2
+
+
+def edited():
+    """A model whose norms' outputs are edited under no_grad while `edits` is true: that holds them."""
+    model = Norms(3)
+
+    def edit(module, args, y):
+        if model.edits:
+            with torch.no_grad():
+                y.mul_(1.5)
+
+    for block in model.blocks:
+        block[1].register_forward_hook(edit)
+    return model
+
+
+@pytest.mark.usefixtures("with_and_without_nodes")
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch):
+    """The plan's pass rebuilt what the next ones edit; then they are clean again."""
+    monkeypatch.setattr(plans, "_ANEW", 3)
+    model, shares, said = edited(), [], []
+    for i, x in enumerate(torch.randn(10, 512, 64)):
+        model.edits = i in (2, 3)
+        ((share, saved),) = steps_of(model, [x], budget=0.5)
+        shares.append(share)
+        said.append(any("where the plan holds" in reason for reason in saved.reasons))
+    assert shares[2] > shares[1] + 0.1
+    assert said[2]
+    assert shares[-1] == pytest.approx(shares[1], abs=0.02)
+    assert not any(said[-3:])
+
+
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_a_plan_of_a_pass_that_could_rebuild_less_is_made_again(monkeypatch):
+    monkeypatch.setattr(plans, "_ANEW", 3)
+    model = edited()
+    held_for = []
+    for edits in (True, False, False, False, False, False):
+        model.edits = edits
+        ((_, saved),) = steps_of(model, [torch.randn(512, 64)], budget=0.3)
+        held_for.append(reasons.EDITED in {record.why for record in saved.records})
+    assert held_for == [True, True, True, True, False, False]
+
+
+@pytest.mark.usefixtures("with_and_without_nodes")
+def test_a_nan_tells_nothing_of_the_numbers_that_follow():
+    """The fused hardswish gives a NaN of another payload than torch's."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Hardswish(), nn.Conv2d(16, 4, 1))
+    xs = torch.randn(5, 4, 3, 32, 32)
+    shares = []
+    for first in (0.0, torch.nan):
+        trial._SEEN.clear()
+        xs[0, 0, 0, 0, 0] = first
+        shares.append(steps_of(model, xs)[-1][0])
+    assert shares[0] == shares[1] < 0.6

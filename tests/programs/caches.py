@@ -14,8 +14,7 @@ from leannorm.saving import leaves, memo, plans, small, trial
 def forget():
     """As in a fresh process."""
     trial._SEEN.clear()
-    plans._PLANS.clear()
-    plans._STRAYED.clear()
+    plans._KNOWN.clear()
     small._STAYED_SMALL.clear()
     small.SMALL = -1  # but where a program asks for it
     leaves.Leaves._known.clear()

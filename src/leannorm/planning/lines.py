@@ -6,7 +6,7 @@ keeps more, and one that asks for a lower peak never gets a higher one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import exp
@@ -29,32 +29,9 @@ _SHARPNESS = (20, 60, 150, 150)
 class Lines:
     """The lines of one step; `stock`, what happens without a plan, is the first point of each."""
 
-    def __init__(
-        self, step: Step, stock: Outcome | None = None, sets: Collection[frozenset[int]] | None = None
-    ) -> None:
-        """`sets`: what may be made again, where that was found before."""
-        self.step, self._sets = step, sets
+    def __init__(self, step: Step, stock: Outcome | None = None) -> None:
+        self.step = step
         self.stock = of_stock(step) if stock is None else stock
-
-    def resized(self, ratios: Sequence[float], whole: float) -> Lines:
-        """The same choices at other sizes: of each value, and of all that is none."""
-        values = [
-            value._replace(
-                nbytes=None if value.nbytes is None else round(value.nbytes * ratio),
-                seconds=None if value.seconds is None else value.seconds * ratio,
-                again=round(value.again * ratio),
-                spares=round(value.spares * ratio),
-            )
-            for value, ratio in zip(self.step.values, ratios, strict=True)
-        ]
-        beside = [round(nbytes * whole) for nbytes in self.step.beside]
-        step = self.step._replace(values=values, beside=beside, seconds=self.step.seconds * whole)
-        alive = tuple(round(nbytes * whole) for nbytes in self.stock.alive)
-        stock = self.stock._replace(held=round(self.stock.held * whole), alive=alive)
-        lines = ("by_held", "beyond", "by_peak")
-        known = [point for line in lines for point in self.__dict__.get(line, ())]
-        chosen = tuple(dict.fromkeys(point.again for point in known if point is not self.stock))
-        return Lines(step._replace(held=round(step.held * whole)), stock, chosen)
 
     @cached_property
     def by_held(self) -> list[Outcome]:
@@ -83,8 +60,6 @@ class Lines:
 
     @cached_property
     def _points(self) -> list[Outcome]:
-        if self._sets is not None:
-            return [outcome(self.step, again) for again in self._sets]
         step, cuts = self.step, Cuts(self.step)
         chain = [choice.again for choice in cuts.chain()]
         spans = _spans(step, chain[-1], self.stock.held // _SPAN)

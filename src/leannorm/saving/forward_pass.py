@@ -62,6 +62,7 @@ class ForwardPass:
         self._hook: Any = None
         self._small: SmallPass | None = None
         self._refused: str | None = None
+        self._of_plans: str | None = None
         self._set: PassHooks | None = None
 
     def open(self) -> None:
@@ -118,7 +119,8 @@ class ForwardPass:
         try:
             if not nbytes:
                 packing.reasons[reasons.BACKWARD_WITHIN] = 1
-            following.end(packing.calls, packing.passed)
+            share = self._ledger.kept() / max(nbytes, 1)
+            self._of_plans = following.end(packing.calls, packing.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
             packing.reasons[reasons.no_plan(error)] = 1
             return None
@@ -158,9 +160,7 @@ class ForwardPass:
             whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
-        missed = self._missed(plan)
-        if missed is not None:
-            whole.append(missed)
+        whole += [reason for reason in (self._missed(plan), self._of_plans) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in found.items()

@@ -67,6 +67,17 @@ def references_when_alone(count: Callable[[Tensor], int] = _count) -> int:
     return found[0]
 
 
+def is_alone(tensor: Tensor, references: int) -> bool:
+    """Does autograd alone hold the tensor, and what it is a view of? `references`: as the hook counts them.
+
+    Else the caller has the memory anyway, and a copy of it would not see what he writes there.
+    """
+    if references > references_when_alone():
+        return False
+    base = tensor._base
+    return base is None or sys.getrefcount(base) <= 2  # this variable, and the call's argument
+
+
 def narrowed(tensor: Tensor) -> Step | None:
     """A step from a smaller copy, chosen by the values: integers in a narrower dtype, masks as bits."""
     if not tensor.is_contiguous():

@@ -37,11 +37,11 @@ from leannorm.saving.narrowed import (
     WIDENS,
     CountingHook,
     copy_that,
+    is_alone,
     narrow_bytes,
     narrow_source,
     narrowed,
     narrowed_positions,
-    references_when_alone,
 )
 from leannorm.saving.plan import Pass, pass_of
 from leannorm.saving.plans import Following
@@ -145,12 +145,13 @@ class Packing(CountingHook):
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
-        before = lookup.sample if known is None and type(lookup) is Packed else None  # nodes are gone
+        before = lookup.sample if known is None and type(lookup) is Packed else None
         unedited = matches(before, local) and as_made(node, output, version)
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
-            may = (self.following is None or self.following.rebuilds(self.calls)) and worth
+            planned = self.following is None or self.following.rebuilds(self.calls)
+            may = worth and (planned or self.search.views_rebuilt(node, kind))
         may_narrow = self.following is None or self.following.may_narrow(place)
         told = self.vain.told(self.seen, (kind, seen_as)) if may else None
         found: Step | Missing = Missing()
@@ -174,8 +175,7 @@ class Packing(CountingHook):
         if may_narrow and spent is None and worth and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
-        step = from_narrow or found
-        if isinstance(step, Step) and spent is not None:
+        if isinstance(step := from_narrow or found, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
             value.watch, value.sample, value.spec = version_of(tensor), sample_of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
@@ -302,7 +302,7 @@ class Packing(CountingHook):
                 value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
             return value
         # if the caller holds the tensor too, a narrow copy would add memory
-        alone, large = references <= references_when_alone(), tensor.numel() >= SMALLEST
+        alone, large = is_alone(tensor, references), tensor.numel() >= SMALLEST
         step = narrowed(tensor) if alone and large and type(tensor) in _PLAIN else None
         if step is not None:
             value = Value(None, tensor._version, step)

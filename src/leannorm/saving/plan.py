@@ -43,18 +43,6 @@ class Pass(NamedTuple):
         """The price of the hooks themselves, with what they narrow, over that of stock's step."""
         return (self.hooks + self.narrowing) / max(self.lines.step.seconds, 1e-12)
 
-    def resized(self, calls: Sequence[Call]) -> Pass:
-        """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
-        ratios = [size(new) / max(size(old), 1) for new, old in zip(calls, self.calls, strict=True)]
-        whole = sum(map(size, calls)) / max(sum(map(size, self.calls)), 1)
-        of_values = [ratios[places[0]] if places else whole for places in self.places]
-        return self._replace(
-            calls=tuple(calls),
-            lines=self.lines.resized(of_values, whole),
-            narrowing=self.narrowing * whole,
-            whole=None if self.whole is None else self.whole.resized(calls),
-        )
-
 
 def pass_of(
     calls: Sequence[Call], reads: Sequence[Read], ledger: Ledger, rates: Rates, may_be_whole: bool
@@ -89,14 +77,12 @@ def structure(call: Call) -> Hashable:
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
 
-    `made_for`: the pass `passed`, or its other choice, `passed.whole`. `asked`: the overhead that was
-    allowed, if one was.
+    `made_for`: the pass, or its other choice, `whole`. `asked`: the overhead that was allowed, if one was.
     """
 
     made_for: Pass
     rebuild: tuple[bool, ...]
     chosen: Plan
-    passed: Pass
     asked: float | None = None
 
     @property
@@ -142,17 +128,19 @@ def plan(goal: Goal, passed: Pass) -> RebuildPlan:
     """
     asked = goal.overhead
     if asked is None or passed.whole is None:
-        return _plan(goal, passed, passed)
-    both = _plan(goal, passed, passed), _plan(goal, passed.whole, passed)
+        return _plan(goal, passed)
+    both = _plan(goal, passed), _plan(goal, passed.whole)
     dear = all(one.is_dear for one in both)
     return min(both, key=lambda one: (one.is_dear, one.hooks if dear else one.kept_bytes, one.overhead))
 
 
-def _plan(goal: Goal, made_for: Pass, passed: Pass) -> RebuildPlan:
+def _plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     asked = goal.overhead
     if asked is not None:
         goal = goal._replace(overhead=max(asked - made_for.share_of_hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
     rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
-    rebuild = tuple(i in rebuilt for i in range(len(made_for.calls)))
-    return RebuildPlan(made_for, rebuild, chosen, passed, asked)
+    held = {place for places in made_for.places for place in places} - rebuilt
+    # what has no place of its own, views and repeats, is as in the pass
+    rebuild = tuple(i not in held for i in range(len(made_for.calls)))
+    return RebuildPlan(made_for, rebuild, chosen, asked)

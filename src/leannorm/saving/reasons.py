@@ -89,6 +89,11 @@ _ALWAYS_SAID = (
     SHARDED,
 )  # of the others, where they are nearly all
 
+STRAYED = (
+    "no plan fits this pass, which saves other tensors than those before, or others in size: all is rebuilt"
+    " that can be, and one of the next passes is made into a plan"
+)
+
 OF_THE_PASS = {
     BACKWARD_WITHIN,
     BENCHMARK,
@@ -170,6 +175,14 @@ def out_of_reach(goal: Goal, plan: Plan) -> str:
     return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1))
 
 
+def missed(share: float, planned: float) -> str:
+    """The pass kept more than the plan that it followed."""
+    return (
+        f"{share:.2f} of the bytes are held where the plan holds {planned:.2f}: of the pass that it was made"
+        " of more could be rebuilt; another is made"
+    )
+
+
 def budget_out_of_reach(budget: float, ratio: float) -> str:
     return (
         f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
@@ -198,7 +211,7 @@ _WARNED: set[str] = set()
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _WARNED and reason not in (SMALL, DEAR) and not reason.startswith("overhead="):
+    if cause not in _WARNED and reason not in (SMALL, DEAR, STRAYED) and not reason.startswith("overhead="):
         # a small pass, or one that stays as fast as stock, needs no action
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

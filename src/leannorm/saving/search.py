@@ -141,6 +141,12 @@ class Search:
             return Missing(tuple(missing), self._communicates, self._ruled_out, self._too_deep)
         return step
 
+    def views_rebuilt(self, node: Node, kind: str) -> bool:
+        """Is it a view of what is rebuilt, whatever a plan says of it? It costs nothing."""
+        producer, output = node.next_functions[0] if kind in ALIASES else (None, 0)
+        base = None if producer is None else find(producer, output)
+        return base is not None and base.step is not None
+
     def _step(
         self, node: Node, output: int, like: Tensor | None, depth: int, missing: list[tuple[Node, int]]
     ) -> Step | None:

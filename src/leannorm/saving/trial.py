@@ -71,7 +71,8 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         middle = _middle(step)
         found = _try(step, tensor) if middle.as_told else None
     if found is None:
-        if is_proved or asynchronous(tensor):  # else the step may be exact, its input stale
+        # else the step may be exact, its input stale; and NaNs of other payloads tell nothing of numbers
+        if (is_proved or asynchronous(tensor)) and not bool(tensor.isnan().any()):
             _store(key, _Tried(None))
     elif middle.bits_told and _tells_of_others(tensor):
         on = () if tried is None else tried.on
