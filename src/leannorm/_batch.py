@@ -31,6 +31,8 @@ class Arguments(NamedTuple):
     def checked(self, model: Module, remedy: str = "pass a tuple in its order, or its names") -> Arguments:
         """These. Raises `InputError` where the model's forward has no place for them, by its signature."""
         written = getattr(model, "_orig_mod", model)  # of a compiled one
+        if type(written).__call__ is not Module.__call__:  # which may take others
+            return self
         try:
             signature = inspect.signature(written.forward)
         except (TypeError, ValueError):

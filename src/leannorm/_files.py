@@ -66,7 +66,7 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with tempfile.TemporaryFile() as file:
             yield file
             file.seek(0)
-            with open(path, "wb") as stream:
+            with open(path, "ab") as stream:  # behind what is there
                 shutil.copyfileobj(file, stream)
         return
     path = Path(os.path.realpath(path))
@@ -82,8 +82,18 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _stream(path: Path) -> bool:
-    """Is it a device or a pipe, which takes what is written to it and holds no file?"""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    """Is it a device or a pipe, which takes what is written to it and holds no file, or where output goes?"""
+    if not os.path.exists(path) or os.path.isdir(path):
+        return False
+    return not os.path.isfile(path) or any(_is_open_as(number, path) for number in (1, 2))
+
+
+def _is_open_as(number: int, path: Path) -> bool:
+    """Is the file that of a descriptor, such as standard output, redirected?"""
+    try:
+        return os.path.samestat(os.fstat(number), os.stat(path))
+    except OSError:
+        return False
 
 
 def write_text(path: Path | str, text: str) -> None:

@@ -1,6 +1,7 @@
 """What stands at a path that is written to stays what it is: a link, a pipe, a file."""
 
 import os
+import subprocess
 import sys
 import threading
 
@@ -41,3 +42,12 @@ def test_a_pipe_stays_and_has_the_text(tmp_path):
     reader.join(5)
     assert read == ["all of it"]
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_standard_output_in_a_file_keeps_what_is_there(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    program = "from leannorm._files import write_text\nwrite_text('/dev/stdout', 'numbers')"
+    with log.open("a") as out:
+        subprocess.run([sys.executable, "-c", program], stdout=out, check=True)
+    assert log.read_text() == "before\nnumbers"

@@ -316,7 +316,7 @@ def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch
         model.edits = i in (2, 3)
         ((share, saved),) = steps_of(model, [x], budget=0.5)
         shares.append(share)
-        said.append(any("where the plan holds" in reason for reason in saved.reasons))
+        said.append(any("more is held than the plan" in reason for reason in saved.reasons))
     assert shares[2] > shares[1] + 0.1
     assert said[2]
     assert shares[-1] == pytest.approx(shares[1], abs=0.02)
@@ -346,3 +346,26 @@ def test_a_nan_tells_nothing_of_the_numbers_that_follow():
         xs[0, 0, 0, 0, 0] = first
         shares.append(steps_of(model, xs)[-1][0])
     assert shares[0] == shares[1] < 0.6
+
+
+def test_an_old_plan_does_not_keep_passes_of_another_from_theirs(monkeypatch):
+    """What begins alike is whole once for it, and then follows its own plan again."""
+    monkeypatch.setattr(plans, "_ANEW", 4)
+    model, whole = Norms(), []
+    end = plans.Following.end
+    monkeypatch.setattr(plans.Following, "end", lambda self, *a: whole.append(self.whole) or end(self, *a))
+    for depth in (6, 6, 2, 2, 2, 2, 2, *[6] * 6, *[2] * 20):
+        model.depth = depth
+        steps_of(model, [torch.randn(256, 64)], budget=0.6)
+    assert sum(whole[-20:]) <= 4
+    assert not any(whole[-4:])
+
+
+@pytest.mark.usefixtures("with_and_without_nodes")
+def test_plans_in_several_sizes_are_one_each_and_keep_no_step(monkeypatch):
+    told = steps_of(Norms(), [torch.randn(rows, 64) for rows in (200, 220) * 8], budget=0.6)
+    (known,) = plans._KNOWN.values()
+    assert len(known.entries) == 2
+    assert len({id(entry.made) for entry in known.entries}) == 1
+    assert all(entry.plan.made_for.lines is None for entry in known.entries)
+    assert len({id(saved.plan) for _, saved in told[4:]}) == 2

@@ -68,14 +68,11 @@ def references_when_alone(count: Callable[[Tensor], int] = _count) -> int:
 
 
 def is_alone(tensor: Tensor, references: int) -> bool:
-    """Does autograd alone hold the tensor, and what it is a view of? `references`: as the hook counts them.
+    """Does autograd alone hold the tensor? Not a view: the caller may hold its base. `references`: of it.
 
     Else the caller has the memory anyway, and a copy of it would not see what he writes there.
     """
-    if references > references_when_alone():
-        return False
-    base = tensor._base
-    return base is None or sys.getrefcount(base) <= 2  # this variable, and the call's argument
+    return references <= references_when_alone() and tensor._base is None
 
 
 def narrowed(tensor: Tensor) -> Step | None:

@@ -161,7 +161,7 @@ class Packing(CountingHook):
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
-        elif may_narrow and not may and kind in POOLS:
+        elif self.following is not None and may_narrow and not may and kind in POOLS:
             self._narrow_positions(node)  # as the search did in the pass that the plan was made of
         elif may and told is None and self.search.considers(kind):
             found = self.search.step(node, output, tensor, visits := [])

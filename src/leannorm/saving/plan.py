@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
@@ -37,6 +37,10 @@ class Pass(NamedTuple):
     whys: Mapping[int, str] = {}
     narrowing: float = 0.0  # seconds that it takes to make all copies in a narrower dtype
     whole: Pass | None = None
+
+    def without_lines(self) -> Pass:
+        """What passes that follow a plan read of its pass: the step itself takes megabytes."""
+        return self._replace(lines=cast("Any", None), places=(), whole=None)
 
     @property
     def share_of_hooks(self) -> float:
@@ -118,7 +122,7 @@ class RebuildPlan(NamedTuple):
     @property
     def hooks(self) -> float:
         """As `Pass.share_of_hooks`."""
-        return self.made_for.share_of_hooks
+        return (self.made_for.hooks + self.made_for.narrowing) / max(self.chosen.step, 1e-12)
 
 
 def plan(goal: Goal, passed: Pass) -> RebuildPlan:

@@ -18,22 +18,32 @@ _PROMISED = 1.05, 0.02  # of the share that is planned, and of stock's bytes: mo
 _MISSES = 2
 
 
-@dataclass(eq=False)
-class _Entry:
-    """A plan. `made_of`: the calls of the pass that it was made of. `missed`: did a pass keep more?"""
+@dataclass
+class _Made:
+    """What the plans of one pass have in common. `calls`: those of the pass that they were made of.
 
-    plan: RebuildPlan
-    made_of: tuple[Call, ...]
+    `follows`: the passes of them all. `misses`: those that kept more than planned. `missed`: was the last?
+    """
+
+    calls: tuple[Call, ...]
     anew: int
     follows: int = 0
     misses: int = 0
     missed: bool = False
-    next: _Entry | None = None  # what the pass behind one of this plan followed
 
     @property
     def is_old(self) -> bool:
-        """Is it to be made anew?"""
+        """Is another to be made?"""
         return self.missed or self.follows >= self.anew
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A plan in some sizes; `next`: what the pass behind one that followed it followed."""
+
+    plan: RebuildPlan
+    made: _Made
+    next: _Entry | None = None
 
 
 @dataclass
@@ -43,6 +53,17 @@ class _Known:
     entries: list[_Entry] = field(default_factory=list)
     whole: int = 0
     last: _Entry | None = None
+
+    def ended(self, entry: _Entry) -> None:
+        """Note that a pass was one of this plan."""
+        if self.last is not None:
+            self.last.next = entry
+        self.last = entry
+
+    def in_sizes_of(self, calls: tuple[Call, ...], made: _Made | None = None) -> _Entry | None:
+        """The plan that a pass of these calls, or one that so begins, has already, in these very sizes."""
+        there = (one for one in self.entries if made is None or one.made is made)
+        return next((one for one in there if one.plan.made_for.calls[: len(calls)] == calls), None)
 
 
 _KNOWN: dict[tuple[Goal, Hashable], _Known] = {}  # by the structure of the first tensor, too
@@ -59,24 +80,29 @@ class Following:
         self.goal = goal
         self.plan: RebuildPlan | None = None
         self._entry: _Entry | None = None
-        self._begun = False
+        self._begun = self._sized = False
+        self._old: _Made | None = None  # the plans that this pass is whole for
         self.whole = True  # was the pass without a plan from the beginning?
         self.strayed = False  # did no plan fit any more?
 
     def rebuilds(self, calls: Sequence[Call]) -> bool:
         """May the tensor that was packed last be rebuilt? `calls` are all calls so far."""
-        last = len(calls) - 1
+        last, entry = len(calls) - 1, self._entry
         if not self._begun:
             self._begun = True
             known = self._known(calls)
-            entry = None if known.whole else self._best(known, calls)
-            self._follow(None if entry is not None and entry.is_old else entry)
+            best = None if known.whole else self._best(known, calls)
+            self._old = best.made if best is not None and best.made.is_old else None
+            self._follow(None if self._old is not None else best)
             self.whole = self.plan is None
-        elif self._entry is not None and not self._fits(self._entry, calls, last):
+        elif entry is not None and not self._fits(entry, calls, last):
             known = self._known(calls)
             self._follow(self._best(known, calls))
             if self._entry is None:
                 self._stray(known)
+        elif entry is not None and not self._sized and entry.plan.made_for.calls[last] != calls[last]:
+            self._sized = True  # it is looked for once
+            self._follow(self._known(calls).in_sizes_of(tuple(calls), entry.made) or entry)
         return self.plan is None or self.plan.rebuild[last]
 
     def narrows(self, place: int) -> bool:
@@ -103,7 +129,7 @@ class Following:
         if not calls:
             return None
         known, entry = self._known(calls), self._entry
-        if entry is not None and len(entry.made_of) != len(calls):
+        if entry is not None and len(entry.made.calls) != len(calls):
             self._follow(None)
             self._stray(known)
         elif entry is not None:
@@ -113,46 +139,51 @@ class Following:
         return reasons.STRAYED if self.strayed and self.goal.budget is None else None
 
     def _followed(self, known: _Known, entry: _Entry, calls: tuple[Call, ...], share: float) -> str | None:
-        entry.follows += 1
-        ratio = entry.plan.ratio
+        made, ratio = entry.made, entry.plan.ratio
+        made.follows += 1
+        told = None
         if share > _PROMISED[0] * ratio + _PROMISED[1] and not entry.plan.is_dear:
-            if entry.made_of != calls:  # these sizes need a plan of their own
+            if made.calls != calls:  # these sizes need a plan of their own
                 known.whole = max(known.whole, 1)
-                return None
-            entry.misses += 1
-            if entry.misses <= _MISSES:
-                entry.missed, known.whole = True, max(known.whole, 1)
-            return reasons.missed(share, ratio)
-        if entry.plan.made_for.calls != calls:  # from now on C++ may follow it in these sizes
-            sized = entry.plan._replace(made_for=entry.plan.made_for._replace(calls=calls))
-            entry = _Entry(sized, entry.made_of, entry.anew, entry.follows, entry.misses)
-            self._add(known, entry)
-        if known.last is not None:
-            known.last.next = entry
-        known.last = entry
-        return None
+            else:
+                made.misses += 1
+                made.missed = made.misses <= _MISSES
+                told = reasons.missed(share, ratio, made.missed)
+        elif entry.plan.made_for.calls != calls:  # from now on C++ may follow it in these sizes
+            there = known.in_sizes_of(calls, made)
+            if there is None:
+                sized = entry.plan._replace(made_for=entry.plan.made_for._replace(calls=calls))
+                there = self._add(known, _Entry(sized, made))
+            entry = there
+        known.ended(entry)
+        return told
 
     def _make(self, known: _Known, calls: tuple[Call, ...], read: Callable[[], Pass]) -> None:
         known.whole = max(known.whole - 1, 0)
-        before = next((one for one in known.entries if one.made_of == calls), None)
-        if before is not None and not before.is_old:
+        before = next((one for one in known.entries if one.plan.made_for.calls == calls), None)
+        if before is not None and not before.made.is_old:
+            known.ended(before)
             return  # another pass was waited for
         passed = read()
         if not passed.lines.stock.held:
             return
-        entry = _Entry(plan(self.goal, passed), calls, _ANEW)
-        if before is not None:
-            entry.anew, entry.misses = before.anew * (1 if before.missed else _MORE), before.misses
-            known.entries = [one for one in known.entries if one.made_of != calls]
-        known.whole, known.last = 0, entry
-        self._add(known, entry)
-        self._follow(entry)
+        old = before.made if before is not None and before.made.calls == calls else self._old
+        made = _Made(calls, _ANEW)
+        if old is not None and self._near(old.calls, calls):
+            made.anew, made.misses = old.anew * (1 if old.missed else _MORE), old.misses
+            known.entries = [one for one in known.entries if one.made is not old]
+        full = plan(self.goal, passed)
+        entry = self._add(known, _Entry(full._replace(made_for=full.made_for.without_lines()), made))
+        known.whole = 0
+        known.ended(entry)
+        self._entry, self.plan = entry, full
 
-    def _add(self, known: _Known, entry: _Entry) -> None:
+    def _add(self, known: _Known, entry: _Entry) -> _Entry:
         known.entries.insert(0, entry)
         if sum(len(one.entries) for one in _KNOWN.values()) > _MAX_PLANS:  # sizes that never repeat
             most = max(_KNOWN.values(), key=lambda one: len(one.entries))
             most.entries.pop()
+        return entry
 
     def _stray(self, known: _Known) -> None:
         known.whole, known.last, self.strayed = _TRIES, None, True
@@ -170,18 +201,21 @@ class Following:
         fitting = [one for one in known.entries if self._fits(one, calls, 0)]
         if known.last is not None and known.last.next in fitting:
             fitting.insert(0, known.last.next)
-        equal = (one for one in fitting if one.plan.made_for.calls[: len(calls)] == tuple(calls))
+        so_far = tuple(calls)
+        equal = (one for one in fitting if one.plan.made_for.calls[: len(calls)] == so_far)
         return next(equal, fitting[0] if fitting else None)
 
     def _fits(self, entry: _Entry, calls: Sequence[Call], first: int) -> bool:
         """Are the calls from `first` on those of the plan's pass, in about its sizes?"""
-        if len(entry.made_of) < len(calls):
+        planned = entry.made.calls
+        return len(planned) >= len(calls) and self._near(planned[first : len(calls)], calls[first:])
+
+    def _near(self, planned: Sequence[Call], calls: Sequence[Call]) -> bool:
+        if len(planned) != len(calls):
             return False
-        return all(self._is_near(entry.made_of[i], calls[i]) for i in range(first, len(calls)))
+        return all(a == b or self._is_near(a, b) for a, b in zip(planned, calls, strict=True))
 
     def _is_near(self, planned: Call, call: Call) -> bool:
-        if planned == call:
-            return True
         most = 1.0 if isinstance(self.goal.peak, int) else _NEAR[1]  # a peak in bytes has no room for more
         return (
             structure(planned) == structure(call) and _NEAR[0] <= size(call) / max(size(planned), 1) <= most

@@ -175,11 +175,12 @@ def out_of_reach(goal: Goal, plan: Plan) -> str:
     return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1))
 
 
-def missed(share: float, planned: float) -> str:
+def missed(share: float, planned: float, another: bool) -> str:
     """The pass kept more than the plan that it followed."""
+    then = "another is made" if another else "so it was with those that were made since"
     return (
-        f"{share:.2f} of the bytes are held where the plan holds {planned:.2f}: of the pass that it was made"
-        " of more could be rebuilt; another is made"
+        f"more is held than the plan says: {share:.2f} of the bytes for {planned:.2f}, as of the pass that it"
+        f" was made of more could be rebuilt; {then}"
     )
 
 

@@ -62,7 +62,8 @@ class Frozen:
         if self.statistics:
             self.layer.training = self.mode
             del vars(self.layer)["reset_running_stats"]
-        del vars(self.layer)["train"], vars(self.layer)["extra_repr"]
+        del vars(self.layer)["train"]
+        vars(self.layer).pop("extra_repr", None)  # a model that an older release froze has none
 
 
 def nothing() -> None:
