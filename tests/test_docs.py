@@ -58,7 +58,9 @@ def run(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_on_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where examples write their files
-    if re.search(r"^(?:>>> )?(?:from|import) (?:timm|transformers|torchvision)", page.read_text(), re.M):
+    text = page.read_text()
+    by_itself = re.search(r"^(?:>>> )?(?:from|import) (?:timm|transformers|torchvision)", text, re.M)
+    if by_itself or "interop.lightning import" in text:
         import_torchvision()
     run(page)
 
