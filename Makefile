@@ -51,7 +51,7 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.sync --as-is --ranks 2 4 --json benchmarks/results/sync_cpu.json
 	$(BIN)/python -m benchmarks.examples
 	$(BIN)/python -m benchmarks.lean_ranks --json benchmarks/results/lean_ranks.json
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps dynamic-network-architectures monai
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps dynamic-network-architectures monai einops
 	$(BIN)/python -m benchmarks.volumes --json benchmarks/results/volumes.json
 	$(BIN)/python -m benchmarks.detectors --json benchmarks/results/detectors.json
 	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe DeepseekV3 \

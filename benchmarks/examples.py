@@ -20,7 +20,7 @@ from benchmarks import record
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = ("digits", "timm_loop", "transformers_trainer", "mixture_of_experts", "lightning_digits",
-           "two_ranks", "unet_denoising", "deploy", "memory_over_a_step")  # fmt: skip
+           "two_ranks", "unet_denoising", "segment_a_volume", "deploy", "memory_over_a_step")  # fmt: skip
 # stock's MB and ours, by `examples/measure.py` and by the notebook
 HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +held +([\d.]+) MB", re.M)
 SETTINGS = ("norm", "conv")
