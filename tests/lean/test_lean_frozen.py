@@ -173,6 +173,14 @@ def test_a_scalar_tensor_that_is_edited_is_no_number():
     assert_stock(run, [x], lean())
 
 
+def gradients(model, x, saving):
+    model.zero_grad()
+    with saving:
+        loss = model(x).square().mean()
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_frozen_batch_norm_of_torchvision():
     """`x * scale + bias`: no node saves the bias. The ReLU behind it is rebuilt from one product."""
@@ -187,20 +195,13 @@ def test_a_frozen_batch_norm_of_torchvision():
         model.append(nn.Conv2d(64, 64, 1, bias=False)).append(norm).append(nn.ReLU(inplace=True))
     x = torch.randn(2, 64, 32, 32)
 
-    def gradients(saving):
-        model.zero_grad()
-        with saving:
-            loss = model(x).square().mean()
-        loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    stock, saving = gradients(nullcontext()), lean("conv")
+    stock, saving = gradients(model, x, nullcontext()), lean("conv")
     for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(saving), stock, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, saving), stock, strict=True))
     assert saving.rebuilt_bytes >= 2 * x.nbytes
     model[1].bias.add_(1)  # another shift is another call's
-    stock = gradients(nullcontext())
-    assert all(torch.equal(a, b) for a, b in zip(gradients(saving), stock, strict=True))
+    stock = gradients(model, x, nullcontext())
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x, saving), stock, strict=True))
     with saving:
         loss = model(x).square().mean()
     model[1].bias.add_(1)  # between the passes: the copy is used, as stock's graph holds its own
@@ -230,17 +231,10 @@ def test_a_frozen_bottleneck_of_torchvision(norms):
     model.train()
     x = torch.randn(2, 256, 16, 16)
 
-    def gradients(saving):
-        model.zero_grad()
-        with saving:
-            loss = model(x).square().mean()
-        loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    stock = gradients(nullcontext())
+    stock = gradients(model, x, nullcontext())
     for setting, most in zip(({}, {"recompute": "conv"}, {"budget": 0.25}), FROZEN[norms], strict=True):
         saving = lean(**setting)
         for _ in range(2):
-            for a, b in zip(gradients(saving), stock, strict=True):
+            for a, b in zip(gradients(model, x, saving), stock, strict=True):
                 assert a is b is None or torch.equal(a, b), setting
         assert saving.kept_bytes / (saving.kept_bytes + saving.rebuilt_bytes) <= most, setting

@@ -66,10 +66,9 @@ def trained(rank: int, name: str, setting: dict[str, Any] | None) -> tuple[list[
     optimizer = torch.optim.SGD(parameters, 0.1)
     generator = torch.Generator().manual_seed(0)
     for step in range(3):
+        # in step 0 the schedule learns shapes by a pass of its own
         for part in parts if setting is not None and step == 1 else ():
-            part.register_forward_hook(
-                passes.begun
-            )  # in step 0 the schedule learns shapes by a pass of its own
+            part.register_forward_hook(passes.begun)
         x, target = (torch.randn(32, 16, 32, generator=generator) for _ in range(2))
         schedule.step(*(() if rank else (x,)), **({"target": target} if rank else {}))
         optimizer.step()

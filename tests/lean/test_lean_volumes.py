@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks import held, record
+from benchmarks import held, record, trainers
 from benchmarks.volumes import UNet, lacking, loss_of, measure, volumes
 from leannorm import lean
 from leannorm.saving import small
@@ -113,14 +113,14 @@ def test_of_a_package(network):
 
 @pytest.mark.conformance
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trainer", held.TRAINERS)
+@pytest.mark.parametrize("trainer", trainers.TRAINERS)
 def test_in_a_trainer(trainer, monkeypatch):
     """Others' trainers, as docs/recipes/trainers.md says: losses and weights are stock's."""
-    if find_spec(package := held.TRAINERS[trainer][0]) is None:
+    if find_spec(package := trainers.TRAINERS[trainer][0]) is None:
         pytest.skip(f"needs {package}")
     for name in ("nnUNet_raw", "nnUNet_preprocessed", "nnUNet_results"):
         monkeypatch.setenv(name, "")  # set there, and as before afterwards
-    rows = {row["setting"]: row for row in held.of_trainer(trainer)}
+    rows = {row["setting"]: row for row in trainers.of_trainer(trainer)}
     assert all(row["equal"] for row in rows.values())
     assert rows['lean("conv")']["held"] < 0.5
     assert rows["lean()"]["held"] < 0.7

@@ -115,9 +115,9 @@ def convert_checkpoint(
 def _convention(name: str, flag: str) -> Convention:
     from leannorm._errors import InputError
     from leannorm.cli.models import did_you_mean
-    from leannorm.interop.checkpoints.conventions import CONVENTIONS
+    from leannorm.interop.checkpoints.conventions import ALIASES, CONVENTIONS
 
-    names = {known: known for known in CONVENTIONS} | {"pytorch": "torch", "tf": "tensorflow"}
+    names = {known: known for known in CONVENTIONS} | ALIASES | {"tf": "tensorflow"}
     if name not in names:
         raise InputError(f"{flag} must be one of {', '.join(names)}; got {name!r}{did_you_mean(name, names)}")
     return CONVENTIONS[names[name]]

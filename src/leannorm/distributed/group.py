@@ -48,15 +48,23 @@ def statistics_group(name: str, call: Call, device: torch.device | None = None) 
     Raises `InputError`, before ranks connect, where the group's backend cannot sum on `device`.
     """
     parent = group_named(name)
-    if device is not None and all(device.type != known.type for known in parent._device_types):
+    group = _groups.get(name)
+    if group is not None and group.parent is not parent:
+        group = None
+    devices = _devices_of(parent) if group is None else group.devices
+    if device is not None and device.type not in devices:
         raise InputError(
             f"the process group's backend ({dist.get_backend(parent)}) must have collectives for the input's "
             f"device {device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
         )
-    group = _groups.get(name)
-    if group is None or group.parent is not parent:
+    if group is None:
         group = _groups[name] = StatisticsGroup(parent, call)
     return group
+
+
+def _devices_of(parent: dist.ProcessGroup) -> set[str]:
+    """The kinds of devices that its backends serve."""
+    return {device.type for device in parent._device_types}
 
 
 def note_evaluation(name: str, layer: str) -> None:
@@ -80,7 +88,7 @@ class StatisticsGroup:
     def __init__(self, parent: dist.ProcessGroup, call: Call) -> None:
         self.parent = parent
         self.rank, self.world = dist.get_rank(parent), dist.get_world_size(parent)
-        self.timeout = seconds_allowed(parent)
+        self.devices, self.timeout = _devices_of(parent), seconds_allowed(parent)
         self.size, self.number, self.own_calls = UNIT, 0, 0
         generation = _made[parent.group_name]
         self.store = diagnostics.store_of(parent, generation)

@@ -28,6 +28,7 @@ class Layer:
     """What all layers share that has to do with exporting, and their name in `print(model)`."""
 
     __jit_unused_properties__ = ("as_torch",)
+    _has_name_of_another = False  # of the class that it stands for
 
     @property
     def as_torch(self) -> Any:
@@ -39,9 +40,9 @@ class Layer:
         return twin
 
     def _get_name(self) -> str:
-        """The class's name; "leannorm." before one that torch's layer has as well."""
+        """The class's name; "leannorm." before one that another layer has as well."""
         name = type(self).__name__
-        return f"leannorm.{name}" if name in vars(torch.nn) else name
+        return f"leannorm.{name}" if self._has_name_of_another or name in vars(torch.nn) else name
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise InputError(

@@ -81,12 +81,14 @@ def structure(call: Call) -> Hashable:
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
 
-    `made_for`: the pass, or its other choice, `whole`. `asked`: the overhead that was allowed, if one was.
+    `made_for`: the pass, or its other choice, `whole`. `hooks`: its `share_of_hooks`. `asked`: the overhead
+    that was allowed, if one was.
     """
 
     made_for: Pass
     rebuild: tuple[bool, ...]
     chosen: Plan
+    hooks: float
     asked: float | None = None
 
     @property
@@ -119,11 +121,6 @@ class RebuildPlan(NamedTuple):
         """Do the hooks alone take more time than was allowed?"""
         return self.asked is not None and self.hooks > self.asked
 
-    @property
-    def hooks(self) -> float:
-        """As `Pass.share_of_hooks`."""
-        return (self.made_for.hooks + self.made_for.narrowing) / max(self.chosen.step, 1e-12)
-
 
 def plan(goal: Goal, passed: Pass) -> RebuildPlan:
     """The tensors to rebuild, by the point of the pass's lines that the goal asks for.
@@ -139,12 +136,12 @@ def plan(goal: Goal, passed: Pass) -> RebuildPlan:
 
 
 def _plan(goal: Goal, made_for: Pass) -> RebuildPlan:
-    asked = goal.overhead
+    asked, hooks = goal.overhead, made_for.share_of_hooks
     if asked is not None:
-        goal = goal._replace(overhead=max(asked - made_for.share_of_hooks, 0.0))
+        goal = goal._replace(overhead=max(asked - hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
     rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
     held = {place for places in made_for.places for place in places} - rebuilt
     # what has no place of its own, views and repeats, is as in the pass
     rebuild = tuple(i not in held for i in range(len(made_for.calls)))
-    return RebuildPlan(made_for, rebuild, chosen, asked)
+    return RebuildPlan(made_for, rebuild, chosen, hooks, asked)

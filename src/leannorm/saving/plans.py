@@ -45,6 +45,10 @@ class _Entry:
     made: _Made
     next: _Entry | None = None
 
+    def begins_with(self, calls: tuple[Call, ...]) -> bool:
+        """Does a pass of this plan begin with these calls, in these very sizes?"""
+        return self.plan.made_for.calls[: len(calls)] == calls
+
 
 @dataclass
 class _Known:
@@ -60,10 +64,9 @@ class _Known:
             self.last.next = entry
         self.last = entry
 
-    def in_sizes_of(self, calls: tuple[Call, ...], made: _Made | None = None) -> _Entry | None:
-        """The plan that a pass of these calls, or one that so begins, has already, in these very sizes."""
-        there = (one for one in self.entries if made is None or one.made is made)
-        return next((one for one in there if one.plan.made_for.calls[: len(calls)] == calls), None)
+    def in_sizes_of(self, calls: tuple[Call, ...], made: _Made) -> _Entry | None:
+        """The plan among those of one pass, in the very sizes of these calls."""
+        return next((one for one in self.entries if one.made is made and one.begins_with(calls)), None)
 
 
 _KNOWN: dict[tuple[Goal, Hashable], _Known] = {}  # by the structure of the first tensor, too
@@ -83,7 +86,7 @@ class Following:
         self._begun = self._sized = False
         self._old: _Made | None = None  # the plans that this pass is whole for
         self.whole = True  # was the pass without a plan from the beginning?
-        self.strayed = False  # did no plan fit any more?
+        self._strayed = False  # did no plan fit any more?
 
     def rebuilds(self, calls: Sequence[Call]) -> bool:
         """May the tensor that was packed last be rebuilt? `calls` are all calls so far."""
@@ -136,7 +139,7 @@ class Following:
             return self._followed(known, entry, tuple(calls), share)
         elif self.whole:
             self._make(known, tuple(calls), read)
-        return reasons.STRAYED if self.strayed and self.goal.budget is None else None
+        return reasons.STRAYED if self._strayed and self.goal.budget is None else None
 
     def _followed(self, known: _Known, entry: _Entry, calls: tuple[Call, ...], share: float) -> str | None:
         made, ratio = entry.made, entry.plan.ratio
@@ -186,7 +189,7 @@ class Following:
         return entry
 
     def _stray(self, known: _Known) -> None:
-        known.whole, known.last, self.strayed = _TRIES, None, True
+        known.whole, known.last, self._strayed = _TRIES, None, True
 
     def _follow(self, entry: _Entry | None) -> None:
         self._entry, self.plan = entry, None if entry is None else entry.plan
@@ -202,7 +205,7 @@ class Following:
         if known.last is not None and known.last.next in fitting:
             fitting.insert(0, known.last.next)
         so_far = tuple(calls)
-        equal = (one for one in fitting if one.plan.made_for.calls[: len(calls)] == so_far)
+        equal = (one for one in fitting if one.begins_with(so_far))
         return next(equal, fitting[0] if fitting else None)
 
     def _fits(self, entry: _Entry, calls: Sequence[Call], first: int) -> bool:

@@ -157,8 +157,11 @@ CONVENTIONS: dict[str, Convention] = {
 CONVENTIONS["tensorflow"] = CONVENTIONS["keras"]
 
 
+ALIASES = {"pytorch": "torch"}
+
+
 def convention(name: str, argument: str) -> Convention:
-    name = {"pytorch": "torch"}.get(name, name)
+    name = ALIASES.get(name, name)
     _checks.one_of(argument, name, list(CONVENTIONS))
     return CONVENTIONS[name]
 

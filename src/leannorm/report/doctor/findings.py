@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from leannorm._report import Line, Part, Table, counted
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
@@ -15,6 +16,7 @@ _FAULT = "#dc2626"
 LEAST_GAP = 0.5
 """Standard deviations between batches' and running statistics from which on a gap is told."""
 _NAMED = "get_submodule(name)"
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -125,19 +127,21 @@ class DoctorReport(PagedReport):
         return _page(self)
 
 
+def _by(key: Callable[[Finding], _Key], findings: Sequence[Finding]) -> dict[_Key, list[Finding]]:
+    groups: dict[_Key, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        groups[key(finding)].append(finding)
+    return groups
+
+
 def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
     """The findings of each check and severity, under its title, in their order."""
-    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
-    for finding in report.findings:
-        groups[finding.title or finding.check, finding.severity].append(finding)
+    groups = _by(lambda one: (one.title or one.check, one.severity), report.findings)
     return [(title, findings) for (title, _), findings in groups.items()]
 
 
 def _by_consequence(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
-    groups: dict[str, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        groups[finding.consequence].append(finding)
-    return groups
+    return _by(lambda one: one.consequence, findings)
 
 
 def remedies(findings: Sequence[Finding]) -> list[str]:
@@ -183,11 +187,8 @@ def _page(report: DoctorReport) -> str:
     sections = [_bars(report)] if report.layers else []
     for title, findings in _grouped(report):
         one_reason = len(_by_consequence(findings)) == 1
-        rows = [
-            [finding.layer, _value(finding), *([] if one_reason else [finding.consequence])]
-            for finding in findings
-        ]
-        columns = ["layer", "value", *([] if one_reason else ["why"])]
+        columns = ["layer", "value", "why"][: 2 if one_reason else 3]
+        rows = [[finding.layer, _value(finding), finding.consequence][: len(columns)] for finding in findings]
         sections.append(
             Section(
                 f"{title}: {counted(len(findings), 'layer')}",

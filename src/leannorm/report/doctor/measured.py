@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from math import isfinite
+from math import isfinite, sqrt
 
 from leannorm._catalog import Norm
 from leannorm.report.doctor.findings import LEAST_GAP
@@ -37,7 +36,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
 
 def least_gap(seen: Seen) -> float:
     """The gap from which on it is told: more than so many samples explain."""
-    return max(LEAST_GAP, SAMPLING * math.sqrt(1.5 / max(seen.samples, 1)))
+    return max(LEAST_GAP, SAMPLING * sqrt(1.5 / max(seen.samples, 1)))
 
 
 @check("warning", "Few values behind each statistic", "values")

@@ -14,6 +14,7 @@ from leannorm.nn._layer import Layer
 class FrozenBatchNorm2d(Layer, torch.nn.Module):
     """Batch norm by four buffers, of which none ever moves; its input is not kept for the backward pass."""
 
+    _has_name_of_another = True
     eps: float
     weight: Tensor
     bias: Tensor
@@ -28,9 +29,6 @@ class FrozenBatchNorm2d(Layer, torch.nn.Module):
         """From a state_dict of `BatchNorm2d` too."""
         state_dict.pop(f"{prefix}num_batches_tracked", None)
         super()._load_from_state_dict(state_dict, prefix, *more)
-
-    def _get_name(self) -> str:
-        return f"leannorm.{type(self).__name__}"
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

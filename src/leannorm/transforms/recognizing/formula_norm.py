@@ -24,6 +24,7 @@ from leannorm.transforms.recognizing.recognition import formula_of
 class FormulaNorm(Layer):
     """Stands before the layer's own class."""
 
+    _has_name_of_another = True
     original: type[Module]
     _formula: Formula
 
@@ -41,9 +42,6 @@ class FormulaNorm(Layer):
     def function(self) -> str:
         """The name of the function of ours that computes this norm."""
         return next(iter(self._formula.fits.values())).form.function
-
-    def _get_name(self) -> str:
-        return f"leannorm.{type(self).__name__}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula: it is read again where the layer's code may be another."""
