@@ -96,6 +96,8 @@ def test_a_report_adds_up():
     assert f" {report.held / report.stock_held:.2f} " in str(report)
     (graph,) = json.loads(report.to_json())["graphs"]
     assert (graph["held"], graph["stock_held"]) == (report.held, report.stock_held)
+    freed = graph["stock_held"] - graph["held"]
+    assert graph["made_again"] - graph["stock_made_again"] >= freed > 0  # whatever is freed is written again
 
 
 @pytest.mark.parametrize(

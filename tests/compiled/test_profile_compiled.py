@@ -17,6 +17,7 @@ def test_every_setting_has_a_compiled_one():
 
 
 @pytest.mark.conformance
+@pytest.mark.inductor
 def test_compiled_settings_are_measured():
     report = leannorm.profile(Gated(), images(8, 64, 16), recompute=["conv"], compiled=True, steps=1)
     kept = {s.name: s.kept for s in report.settings}
@@ -27,17 +28,14 @@ def test_compiled_settings_are_measured():
 
 
 @pytest.mark.conformance
+@pytest.mark.inductor
 def test_the_command_line_takes_it(tmp_path):
-    from typer.testing import CliRunner
-
-    from leannorm.cli import app
+    from leannorm.cli import main
 
     file = tmp_path / "told.json"
     arguments = ["profile", "torch.nn:Identity", "--input", "2x3", "--compiled", "--json", str(file)]
-    assert (
-        CliRunner().invoke(app, arguments).exit_code == 2
-    )  # nothing to learn: said before anything is compiled
+    assert main(arguments) == 2  # nothing to learn: said before anything is compiled
     arguments[1:4] = ["timm:resnet10t", "--input", "2x3x32x32"]
-    assert CliRunner().invoke(app, [*arguments, "--steps", "1"]).exit_code == 0
+    assert main([*arguments, "--steps", "1"]) == 0
     names = [s["name"] for s in json.loads(file.read_text())["settings"]]
     assert names == ["stock", "norm", "conv", "compiled", "compiled norm", "compiled conv"]

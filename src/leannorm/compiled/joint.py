@@ -289,8 +289,12 @@ class Reader:
             return value
         if kind == "part":
             return value._replace(seconds=0.0)
-        fused = _FUSED_SHARE * size / self.rates.memory
-        return value._replace(seconds=self._seconds(node) if node in self.stored else fused)
+        if node not in self.stored:
+            return value._replace(seconds=_FUSED_SHARE * size / self.rates.memory)
+        seconds = self._seconds(node)
+        if one and node.meta["val"].device.type == "cpu":
+            seconds -= size / self.rates.memory  # read in a cache then, where what is kept lies in memory
+        return value._replace(seconds=seconds)
 
     def _beside(
         self,

@@ -11,7 +11,18 @@ from leannorm.planning.goal import Goal
 from leannorm.planning.plan import Plan
 from leannorm.saving.reasons import out_of_reach
 
-_COLUMNS = ("graph", "holds", "torch's", "ratio", "planned peak", "torch's", "ratio", "time")
+_COLUMNS = (
+    "graph",
+    "holds",
+    "torch's",
+    "ratio",
+    "makes again",
+    "torch's",
+    "planned peak",
+    "torch's",
+    "ratio",
+    "time",
+)
 
 
 class Planned(NamedTuple):
@@ -28,6 +39,7 @@ class Planned(NamedTuple):
         if self.plan is not None:
             stock, point = self.plan.stock, self.plan.point
             numbers |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
+            numbers |= {"made_again": point.written, "stock_made_again": stock.written}
             numbers |= {"peak": point.peak, "stock_peak": stock.peak}
         return numbers
 
@@ -57,7 +69,7 @@ class CompileReport(Report):
             ]
         reasons = [graph.reason for graph in self.graphs if graph.reason is not None]
         unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
-        reasons += [out_of_reach(self.goal, plan) for plan in unreached]
+        reasons += [out_of_reach(self.goal, plan, compiled=True) for plan in unreached]
         frames = {graph.place.partition("/")[0] for graph in self.graphs}
         if len(frames) > 1:
             reasons.append(
@@ -99,4 +111,5 @@ def _row(graph: Planned) -> list[str]:
     plan = graph.plan
     held = [bytes_in_words(plan.point.held), bytes_in_words(plan.stock.held), f"{plan.ratio:.2f}"]
     peak = [bytes_in_words(plan.point.peak), bytes_in_words(plan.stock.peak), f"{plan.peak_ratio:.2f}"]
-    return [graph.place, *held, *peak, f"{1 + plan.overhead:.2f}"]
+    again = [bytes_in_words(plan.point.written), bytes_in_words(plan.stock.written)]
+    return [graph.place, *held, *again, *peak, f"{1 + plan.overhead:.2f}"]

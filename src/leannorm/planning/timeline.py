@@ -63,12 +63,14 @@ class Step(NamedTuple):
 
 class Outcome(NamedTuple):
     """What a choice leads to. `kept`, `again`: the values that are needed and kept, or made again. `held`:
-    bytes kept. `seconds`: the price of all that is made again. `alive`: bytes at every moment."""
+    bytes kept. `seconds`, `written`: the price of all that is made again, and its bytes in memory. `alive`:
+    bytes at every moment."""
 
     kept: frozenset[int]
     again: frozenset[int]
     held: int
     seconds: float
+    written: int
     alive: tuple[int, ...]
 
     @property
@@ -112,7 +114,7 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     change = [0] * (len(step.beside) + 1)
-    kept, made_again, held, seconds = [], [], step.held, 0.0
+    kept, made_again, held, seconds, written = [], [], step.held, 0.0, 0
     for i, value in enumerate(step.values):
         if value.made <= value.until:
             change[value.made] += value.again
@@ -125,6 +127,7 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
             made_again.append(i)
             seconds += value.seconds
             start, size = uses.first[i], value.again if uses.written[i] else 0
+            written += size
             change[start] -= value.spares
             change[start + 1] += value.spares
         else:
@@ -138,7 +141,7 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
         change[start] += size
         change[max(last + 1, start)] -= size
     alive = tuple(map(sum, zip(accumulate(change[:-1]), step.beside, strict=True)))
-    return Outcome(frozenset(kept), frozenset(made_again), held, seconds, alive)
+    return Outcome(frozenset(kept), frozenset(made_again), held, seconds, written, alive)
 
 
 def of_stock(step: Step) -> Outcome:

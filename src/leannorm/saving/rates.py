@@ -176,7 +176,7 @@ _LONG = 0.2  # seconds of one measurement, beyond two turns
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     """The least of some turns: what others do on the machine is in the others."""
     taken = list[float]()
-    while len(taken) < 2 or (len(taken) < 8 and sum(taken) < _LONG):
+    while len(taken) < 2 or (len(taken) < 40 and sum(taken) < _LONG):
         _wait(device)
         start = perf_counter()
         run()
@@ -194,8 +194,9 @@ def _wait(device: torch.device) -> None:
 def measure(device: torch.device) -> Rates:
     """Some seconds of work on the device."""
     large = 512 if device.type == "cpu" else 8192
-    a = torch.ones(large * large * 16, device=device)
-    memory = 3 * a.nbytes / _seconds(lambda: a + a, device)
+    a = torch.ones(large * large * 64 if device.type == "cpu" else large * large * 16, device=device)
+    b = torch.empty_like(a).zero_()  # a new one each time would be a measurement of page faults
+    memory = 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=b), device)
     few = torch.ones(16, device=device)
     call = _seconds(lambda: [few + few for _ in range(100)], device) / 100
     products = {}

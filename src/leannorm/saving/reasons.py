@@ -162,7 +162,7 @@ def no_plan(error: Exception) -> str:
     return f"no plan could be made of this pass, since it failed with {type(error).__name__}: {text}"
 
 
-def out_of_reach(goal: Goal, plan: Plan) -> str:
+def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
     """A budget or a peak that no plan meets, with the least that is possible."""
     if goal.peak is not None:
         share = plan.least / max(plan.stock.peak, 1)
@@ -172,7 +172,7 @@ def out_of_reach(goal: Goal, plan: Plan) -> str:
             " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
             " again"
         )
-    return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1))
+    return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1), compiled)
 
 
 def missed(share: float, planned: float, another: bool) -> str:
@@ -184,11 +184,11 @@ def missed(share: float, planned: float, another: bool) -> str:
     )
 
 
-def budget_out_of_reach(budget: float, ratio: float) -> str:
+def budget_out_of_reach(budget: float, ratio: float, compiled: bool = False) -> str:
+    by_name = "" if compiled else " (each by name: saved.records of lean())"
     return (
         f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
-        " the rest cannot be computed again (each by name: saved.records of lean()), are inputs or"
-        " statistics, or would raise the peak"
+        f" the rest cannot be computed again{by_name}, are inputs or statistics, or would raise the peak"
     )
 
 
