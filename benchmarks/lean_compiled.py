@@ -6,8 +6,8 @@ Every setting has a process of its own, and these take turns, a step each; ratio
 Held and peak are bytes of torch's allocator above the step's start, weights' gradients included. Gradients
 are compared with eager code in float64: the largest error of a parameter's gradient, of the largest value in
 it; "stock" beside it is compiled stock's, "eager" that of eager code in the model's own dtype. The settings
-"torch .5" and so on are torch's `activation_memory_budget`. `--convert` converts the norms first, on both
-sides. Results go to a file of `benchmarks/results/`.
+"torch .5" and so on are torch's `activation_memory_budget`, "checkpoint" is one around every block.
+`--convert` converts the norms first, on both sides. Results go to a file of `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,12 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import record
 
 RESULTS = record.FOLDER / "lean_compiled_cpu.json"
 SETTINGS: dict[str, dict[str, Any] | float | None] = {
     "stock": None,
+    "checkpoint": None,
     "norm": {"recompute": "norm"},
     "conv": {"recompute": "conv"},
     "overhead .2": {"overhead": 0.2},
@@ -127,6 +130,18 @@ MODELS = (
 )  # fmt: skip
 
 
+def checkpoint_blocks(model: nn.Module) -> None:
+    """A checkpoint around every block, by the model's own switch where it has one."""
+    if isinstance(model, UNet3d):
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    elif hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+
+
 class Side:
     """One setting: a model, compiled, and its step."""
 
@@ -138,6 +153,8 @@ class Side:
         self.model = model.to(getattr(torch, name.partition(" ")[2] or "float32")).train()
         if convert:
             leannorm.convert(self.model)
+        if setting == "checkpoint":
+            checkpoint_blocks(self.model)
         how = SETTINGS[setting]
         self.options = leannorm.compile_options(**how) if isinstance(how, dict) else None
         if isinstance(how, float):

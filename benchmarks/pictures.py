@@ -2,7 +2,8 @@
 
     python -m benchmarks.pictures [--into docs]
 
-Every picture carries the rows that it was drawn from, which a test compares with the files.
+Of compiled code it is the peak. Every picture carries the rows that it was drawn from, which a test compares
+with the files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ matplotlib.rcParams.update({
     "text.color": "#6b7280", "axes.labelcolor": "#6b7280", "axes.edgecolor": "#9ca3af",
     "xtick.color": "#6b7280", "ytick.color": "#6b7280", "axes.spines.top": False, "axes.spines.right": False,
 })  # fmt: skip
-COLOURS = {"lean": "#2563eb", "checkpoint": "#ea580c", "torch.compile": "#7c3aed"}
+COLOURS = {"lean": "#2563eb", "compile_options": "#2563eb", "checkpoint": "#ea580c",
+           "torch.compile": "#7c3aed", "activation_memory_budget": "#7c3aed"}  # fmt: skip
+COMPILED = {"resnet18": "ResNet-18", "vit_tiny": "ViT-tiny, 6 layers", "llama float32": "Llama"}
 TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLMo-2", "vit_base": "ViT-B",
           "dit": "DiT", "unet": "UNet", "resnet50": "ResNet-50",
           "vit_small_patch16_224": "ViT-S"}  # fmt: skip
@@ -53,6 +56,20 @@ def _name(setting: str) -> str:
     return names.get(setting, f"lean({kind}={value})" if kind == "budget" else setting)
 
 
+def compiled(model: str) -> list[Point]:
+    """(setting, peak, time) of one compiled model, of compiled stock."""
+    found: list[Point] = [("stock", 1.0, 1.0)]
+    for row in record.read(record.FOLDER / "lean_compiled_cpu.json"):
+        if row["model"] == model and not row["convert"] and row["setting"] != "stock":
+            kind, _, value = row["setting"].partition(" ")
+            ours = f"compile_options {row['setting']}"
+            name = {"torch": f"activation_memory_budget {value}", "checkpoint": _name("checkpoint")}.get(
+                kind, ours
+            )
+            found.append((name, round(row["peak_ratio"], 3), round(row["time"], 3)))
+    return found
+
+
 def draw(axes: Any, found: Sequence[Point], title: str) -> None:
     for kind, colour in COLOURS.items():
         mine = [point for point in found if point[0].startswith(kind)]
@@ -73,6 +90,7 @@ def label(axes: Any, found: Sequence[Point]) -> None:
     left, _, right, _ = (edge * 72 / axes.figure.dpi for edge in axes.bbox.extents)
     for (setting, held, time), (x, y) in zip(found, dots, strict=True):
         words = setting.removeprefix("checkpoint, ").removeprefix("lean(").removesuffix(")") or "lean()"
+        words = words.removeprefix("compile_options ").removeprefix("activation_memory_budget ")
         words = words.replace("torch.compile(", "compiled, budget=")
         width = 0.58 * SIZE * len(words)  # of a letter, on average
         places = [(side, dy) for dy in (-9, 2, -4, -13, 6, -18, 11) for side in (1, -1)]
@@ -98,8 +116,8 @@ def label(axes: Any, found: Sequence[Point]) -> None:
                       ha="left" if side > 0 else "right")  # fmt: skip
 
 
-def picture(path: Path, panels: dict[str, list[Point]]) -> None:
-    """The panels side by side; they share the axis of held bytes."""
+def picture(path: Path, panels: dict[str, list[Point]], axis: str = "") -> None:
+    """The panels side by side; they share the axis of bytes."""
     from matplotlib import pyplot
 
     figure, all_axes = pyplot.subplots(
@@ -107,7 +125,7 @@ def picture(path: Path, panels: dict[str, list[Point]]) -> None:
     )
     for axes, (title, found) in zip(all_axes[0], panels.items(), strict=True):
         draw(axes, found, title)
-    all_axes[0][0].set_ylabel("bytes held for the backward pass")
+    all_axes[0][0].set_ylabel(axis)
     handles = {label: handle for axes in all_axes[0]
                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
@@ -122,12 +140,13 @@ def picture(path: Path, panels: dict[str, list[Point]]) -> None:
 def pictures() -> dict[str, dict[str, list[Point]]]:
     """What each picture shows: a panel for each dtype of one model, or each of the README's models."""
     shown = {"lean.svg": {_title(model, dtype): points(file, model, dtype) for file, model, dtype in FIRST}}
-    compiled = [p for p in points("models_compile_cpu", "resnet50", None) if p[0].startswith("torch.compile")]
-    shown["lean.svg"]["ResNet-50, float32"] += compiled
+    by_torch = [p for p in points("models_compile_cpu", "resnet50", None) if p[0].startswith("torch.compile")]
+    shown["lean.svg"]["ResNet-50, float32"] += by_torch
     rows = record.read(record.FOLDER / "lean_transformers_cpu.json")
     for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
         panels = shown.setdefault(f"lean_{model}.svg", {})
         panels[_title(model, dtype)] = points("lean_transformers_cpu", model, dtype)
+    shown["compiled.svg"] = {f"{title}, float32": compiled(model) for model, title in COMPILED.items()}
     return shown
 
 
@@ -140,7 +159,8 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs"))
     into = parser.parse_args().into
     for name, panels in pictures().items():
-        picture(into / name, panels)
+        peak = name == "compiled.svg"
+        picture(into / name, panels, "peak of a step" if peak else "bytes held for the backward pass")
 
 
 if __name__ == "__main__":
