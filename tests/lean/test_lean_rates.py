@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -82,6 +84,22 @@ def test_where_nothing_can_be_written_the_table_serves_and_says_so(file, monkeyp
     with pytest.warns(UserWarning, match="prices come from the table"), lean(overhead=1e3) as saved:
         model(torch.randn(64, 64)).sum()
     assert saved.reasons == [why]
+
+
+def test_what_was_measured_beside_other_work_is_not_kept(monkeypatch, tmp_path):
+    path = tmp_path / "rates.json"
+    monkeypatch.setenv("LEANNORM_RATES", str(path))
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+    try:
+        found, why = again()
+    finally:
+        rates._measured.cache_clear()
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert found == rates.table(CPU)
+    assert "others took its cores meanwhile" in why
+    assert json.loads(path.read_text()) == {}
 
 
 def test_ranks_keep_the_table(file, monkeypatch):

@@ -37,7 +37,9 @@ def partition(
     stock = internals.partition(internals.copied(module), inputs, dict(arguments))
     try:
         rates, reason = rates_for(goal, _device(module.graph))
-        reader = Reader(module.graph, outputs, rates, internals.changes_layout(module))
+        channels_last = internals.changes_layout(module)
+        rates = rates.in_channels_last() if channels_last else rates
+        reader = Reader(module.graph, outputs, rates, channels_last)
         joint = reader.joint(pinned)
         lines = Lines(joint.step, joint.saving(_saved(stock[1])))
         chosen = plan(lines, goal, beyond=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +26,23 @@ from leannorm.planning.goal import Goal
 
 class Rates(NamedTuple):
     """`memory`: bytes moved per second. `products`: operations per second, by element size. `call`: seconds
-    of a call. `convolutions`, `grouped`: their rates over those of products. `hold`, `rebuild`: seconds of a
-    tensor's two hooks where it is held, and what is added where it is rebuilt, kernels aside."""
+    of a call. `convolutions`, `grouped`: their rates over those of products; `.._last`: in channels_last.
+    `hold`, `rebuild`: seconds of a tensor's two hooks where it is held, and what is added where it is
+    rebuilt, kernels aside."""
 
     memory: float
     products: dict[int, float]
     call: float
     convolutions: float = 1.0
     grouped: float = 0.25
+    convolutions_last: float = 1.0
+    grouped_last: float = 0.25
     hold: float = 30e-6
     rebuild: float = 100e-6
+
+    def in_channels_last(self) -> Rates:
+        """Where each convolution is laid out so."""
+        return self._replace(convolutions=self.convolutions_last, grouped=self.grouped_last)
 
     def operations(self, itemsize: int, groups: int) -> float:
         """Operations a second of a convolution in so many groups, or of another product (0)."""
@@ -168,6 +175,17 @@ def _in_a_thread(run: Callable[[], Rates]) -> Rates:
     return made
 
 
+def _is_busy() -> bool:
+    """Do others take cores from this process? Then its threads do not run all the time."""
+    a = torch.ones(1024, 1024)
+    a @ a  # its threads are there from now on
+    start, used = perf_counter(), process_time()
+    for _ in range(12):
+        a @ a
+    share = (process_time() - used) / (perf_counter() - start)
+    return share < 0.8 * torch.get_num_threads()
+
+
 _COLD = 2.0
 """Between large kernels, which leave the caches full of their data, the hooks take so many times as long."""
 _LONG = 0.2  # seconds of one measurement, beyond two turns
@@ -192,24 +210,34 @@ def _wait(device: torch.device) -> None:
 
 @torch.no_grad()
 def measure(device: torch.device) -> Rates:
-    """Some seconds of work on the device."""
+    """Some seconds of work on the device. Raises RuntimeError if others take the processor meanwhile."""
     large = 512 if device.type == "cpu" else 8192
-    a = torch.ones(large * large * 64 if device.type == "cpu" else large * large * 16, device=device)
-    b = torch.empty_like(a).zero_()  # a new one each time would be a measurement of page faults
-    memory = 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=b), device)
+    a = torch.ones(large * large * (64 if device.type == "cpu" else 16), device=device)
+    of_sum = torch.zeros_like(a)  # a new one each time would be a measurement of page faults
+    memory = 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=of_sum), device)
     few = torch.ones(16, device=device)
     call = _seconds(lambda: [few + few for _ in range(100)], device) / 100
     products = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         b = torch.ones(large, large, dtype=dtype, device=device)
         products[dtype.itemsize] = 2 * large**3 / _seconds(lambda b=b: b @ b, device)  # type: ignore[misc]
-    x = torch.ones(4, 64, 56, 56, device=device)
-    dense, single = (torch.ones(64, n, 3, 3, device=device) for n in (64, 1))
+    hold, rebuild = of_hooks()
+    first, last = (
+        _of_convolutions(layout, device) for layout in (torch.contiguous_format, torch.channels_last)
+    )
+    if device.type == "cpu" and _is_busy():
+        raise RuntimeError("others took its cores meanwhile; the next process measures it again")
+    dense, single, dense_last, single_last = (rate / products[4] for rate in (*first, *last))
+    return Rates(memory, products, call, dense, single, dense_last, single_last, hold, rebuild)
+
+
+def _of_convolutions(layout: torch.memory_format, device: torch.device) -> tuple[float, float]:
+    """Operations a second of one among all channels, and of one of each channel."""
+    x = torch.ones(4, 64, 56, 56, device=device).to(memory_format=layout)
+    dense, single = (torch.ones(64, n, 3, 3, device=device).to(memory_format=layout) for n in (64, 1))
     of_dense = 2 * 9 * 64 * x.numel() / _seconds(lambda: torch.conv2d(x, dense, padding=1), device)
     of_single = 2 * 9 * x.numel() / _seconds(lambda: torch.conv2d(x, single, padding=1, groups=64), device)
-    hold, rebuild = of_hooks()
-    shares = of_dense / products[4], of_single / products[4]
-    return Rates(memory, products, call, *shares, hold, rebuild)
+    return of_dense, of_single
 
 
 @torch.enable_grad()
