@@ -22,11 +22,13 @@ _MISSES = 2
 class _Made:
     """What the plans of one pass have in common. `calls`: those of the pass that they were made of.
 
-    `follows`: the passes of them all. `misses`: those that kept more than planned. `missed`: was the last?
+    `settled`: do they meet a budget or a peak? A pass without a plan, to make another of, might not.
+    `follows`: their passes. `misses`: those that kept more than planned; `missed`: was the last one such?
     """
 
     calls: tuple[Call, ...]
     anew: int
+    settled: bool = False
     follows: int = 0
     misses: int = 0
     missed: bool = False
@@ -34,7 +36,7 @@ class _Made:
     @property
     def is_old(self) -> bool:
         """Is another to be made?"""
-        return self.missed or self.follows >= self.anew
+        return self.missed or (not self.settled and self.follows >= self.anew)
 
 
 @dataclass(eq=False)
@@ -176,6 +178,7 @@ class Following:
             made.anew, made.misses = old.anew * (1 if old.missed else _MORE), old.misses
             known.entries = [one for one in known.entries if one.made is not old]
         full = plan(self.goal, passed)
+        made.settled = full.chosen.reached and self.goal.overhead is None
         entry = self._add(known, _Entry(full._replace(made_for=full.made_for.without_lines()), made))
         known.whole = 0
         known.ended(entry)

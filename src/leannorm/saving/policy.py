@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.recipes.attention import ATTENTIONS
-from leannorm.saving.recipes.products import PRODUCTS, groups_of
+from leannorm.saving.recipes.products import PRODUCTS, ends_in_matrix_product, groups_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
 
@@ -18,14 +18,16 @@ class Policy:
     Convolutions and matrix products: with `products`, and none that is `costly`. What is left of a
     transformer costs a quarter of its step by the table of prices at any width, and up to 0.4 in bfloat16
     where products are fast.
-    Convolutions in a row: one, with `everything` two; which of the two is held a plan decides.
+    Convolutions in a row: one, with `everything` as many as there are recipes for; which of them is held a
+    plan decides.
     Attention: with `products`, and none that is `costly` without `everything`. Of 197 keys it takes 30 times
     as long as a norm for the same bytes.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
     those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
     does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
     one size (a residual connection) at most one product in a row: all that follows up to the next sum is
-    larger, and would be held in its place; a bias is part of the product that it is added to.
+    larger, and would be held in its place. Not so behind convolutions alone, with `everything`: most networks
+    of them narrow behind a sum. A bias is part of the product that it is added to.
     Norms added in their own pass: with `products`, unless the sum must be compared each time.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
@@ -67,14 +69,19 @@ class Policy:
             products = products_of(step.inputs)
             if len(set(map(size_of, step.inputs))) > 1:
                 return not products or all(map(needs_no_norm, step.inputs))
-            few = products <= 1 or any(map(is_bias, step.inputs))
+            few = self._few(step) or any(map(is_bias, step.inputs))
             return few and (self.everything or all(map(needs_no_norm, step.inputs)))
         if step.kind == "added norm":
             cheap = self.products and step.proved and all(map(needs_no_norm, step.inputs))
-            return products_of(step.inputs) <= 1 and (self.everything or cheap)
-        if groups_of(step) and step.inputs[0].products:  # a convolution behind one that is rebuilt
+            return self._few(step) and (self.everything or cheap)
+        if groups_of(step) and step.inputs[0].products:  # a convolution behind a product that is rebuilt
             return self.everything
         return self.everything or not step.costly
+
+    def _few(self, step: Step) -> bool:
+        """Does a sum have few enough products behind it?"""
+        in_a_row = products_of(step.inputs)
+        return in_a_row <= 1 or (self.everything and not any(map(ends_in_matrix_product, step.inputs)))
 
 
 NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(products=True, everything=True)

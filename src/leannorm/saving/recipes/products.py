@@ -1,7 +1,6 @@
 """Recipes that take many operations per value: convolutions and matrix products.
 
-Such a step has the kind "product", and policies decide by its flops. Chains are short: a product depends on
-at most one that is rebuilt.
+Such a step has the kind "product", and policies decide by its flops. Chains are short.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from leannorm.saving.values import Value
 MOST = 768
 """Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
 
-
+IN_A_ROW = 5
+"""A product behind more convolutions that are rebuilt is held, and behind two products of other kinds."""
 MUCH_NARROWER = 8
 """A matrix product with so many times more inputs than outputs is held, such as the first factor of a LoRA
 adapter: it is small, and what reads it is then one product in a row, not two."""
@@ -36,7 +36,7 @@ def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 @recipe("ConvolutionBackward0")
 def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
-    if x is None or weight is None or x.products > 1:
+    if x is None or weight is None or _is_long(x):
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
@@ -60,6 +60,26 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
 def groups_of(step: Step) -> int:
     """The groups of a convolution; 0 for any other step."""
     return int(step.constants[-1]) if step.function is _convolution else 0  # type: ignore[call-overload]
+
+
+def ends_in_matrix_product(value: Value) -> bool:
+    """Is one, or attention, the last product in its rebuild?"""
+    seen, left = {value}, [value]
+    for one in left:  # which grows
+        step = one.step
+        if step is None or step.kind == "held":
+            continue
+        if step.kind not in ("product", "attention"):
+            left += [before for before in step.inputs if before not in seen]
+            seen.update(step.inputs)
+        elif not groups_of(step):
+            return True
+    return False
+
+
+def _is_long(value: Value) -> bool:
+    """Is it rebuilt by so many products in a row that no other may follow?"""
+    return value.products > (1 if ends_in_matrix_product(value) else IN_A_ROW)
 
 
 def frozen_bias(weight: Value) -> Value | None:
@@ -93,7 +113,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     edges = node.next_functions
     first = len(edges) - 2  # the factors follow the added tensor, if there is one
     a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
-    if a is None or b is None or max(a.products, b.products) > 1:
+    if a is None or b is None or _is_long(a) or _is_long(b):
         return None
     sizes, outputs = _sizes(a, node, first), node._input_metadata[0].shape
     if sizes is None or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
@@ -118,7 +138,7 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     """Experts, each on its own rows of the first factor; costly: with fewer outputs than inputs."""
     a, b = (saved(node, name) or given(i) for i, name in enumerate(("self", "mat2")))
     offsets = saved(node, "offs")
-    if a is None or b is None or is_lost(node, "offs") or max(a.products, b.products) > 1:
+    if a is None or b is None or is_lost(node, "offs") or _is_long(a) or _is_long(b):
         return None
     sizes, outputs = _sizes(a, node, 0), node._input_metadata[0].shape
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
