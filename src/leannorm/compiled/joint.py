@@ -25,6 +25,9 @@ NEGLIGIBLE = 4096
 """Values of less than the largest one's bytes over this are left to torch."""
 _FUSED_SHARE = 0.1
 """Computing a fused value again, in passes over its bytes: it takes no memory, but arithmetic."""
+_NEAR, _IN_CACHES = 8 << 20, 0.75
+"""A value of up to so many bytes, made again on a CPU, is read in its caches, as is what it was made of: then
+that takes at most so much of its kernel's price (`benchmarks.lean_compiled`)."""
 BY_ELEMENT = ("fused", "reduced")
 """Kinds of kernels that can compute for themselves, element by element, what they read."""
 SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -292,8 +295,8 @@ class Reader:
         if node not in self.stored:
             return value._replace(seconds=_FUSED_SHARE * size / self.rates.memory)
         seconds = self._seconds(node)
-        if one and node.meta["val"].device.type == "cpu":
-            seconds -= size / self.rates.memory  # read in a cache then, where what is kept lies in memory
+        if one and size <= _NEAR and node.meta["val"].device.type == "cpu":
+            seconds = _IN_CACHES * (seconds - size / self.rates.memory)  # where what is kept lies in memory
         return value._replace(seconds=seconds)
 
     def _beside(

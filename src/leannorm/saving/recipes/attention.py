@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import kind_of, saved
+from leannorm.saving.recipes.products import is_long
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.steps import Step
 
@@ -68,7 +69,7 @@ def attention(node: Any, output: int, given: Given, like: Tensor | None) -> Step
     if output or node._saved_dropout_p or None in inputs or q is None or k is None:
         return None
     known = tuple(value for value in inputs if value is not None)
-    if max(value.products for value in known) > 1:
+    if any(map(is_long, known)):
         return None
     shapes = [producer._input_metadata[number].shape for producer, number in node.next_functions[:2]]
     flops = 4 * prod(shapes[0]) * shapes[1][-2]

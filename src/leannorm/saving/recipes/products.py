@@ -36,7 +36,7 @@ def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 @recipe("ConvolutionBackward0")
 def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
-    if x is None or weight is None or _is_long(x):
+    if x is None or weight is None or is_long(x):
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
@@ -77,7 +77,7 @@ def ends_in_matrix_product(value: Value) -> bool:
     return False
 
 
-def _is_long(value: Value) -> bool:
+def is_long(value: Value) -> bool:
     """Is it rebuilt by so many products in a row that no other may follow?"""
     return value.products > (1 if ends_in_matrix_product(value) else IN_A_ROW)
 
@@ -113,7 +113,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     edges = node.next_functions
     first = len(edges) - 2  # the factors follow the added tensor, if there is one
     a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
-    if a is None or b is None or _is_long(a) or _is_long(b):
+    if a is None or b is None or is_long(a) or is_long(b):
         return None
     sizes, outputs = _sizes(a, node, first), node._input_metadata[0].shape
     if sizes is None or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
@@ -138,7 +138,7 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     """Experts, each on its own rows of the first factor; costly: with fewer outputs than inputs."""
     a, b = (saved(node, name) or given(i) for i, name in enumerate(("self", "mat2")))
     offsets = saved(node, "offs")
-    if a is None or b is None or is_lost(node, "offs") or _is_long(a) or _is_long(b):
+    if a is None or b is None or is_lost(node, "offs") or is_long(a) or is_long(b):
         return None
     sizes, outputs = _sizes(a, node, 0), node._input_metadata[0].shape
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
