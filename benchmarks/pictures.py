@@ -77,8 +77,10 @@ def draw(axes: Any, found: Sequence[Point], title: str) -> None:
             _, held, time = zip(*mine, strict=True)
             axes.scatter(time, held, s=22, color=colour, label=kind)
     axes.scatter([1], [1], s=22, color="#374151", label="stock")
-    slowest = max(time for _, _, time in found)
-    axes.set(title=title, xlabel="time of a step", ylim=(0, 1.08), xlim=(0.93, max(1.35, slowest + 0.12)))
+    times = [time for _, _, time in found]
+    fastest, slowest = min(times), max(times)
+    across = min(0.93, fastest - 0.04), max(1.35, slowest + 0.12)
+    axes.set(title=title, xlabel="time of a step", ylim=(0, 1.08), xlim=across)
     axes.xaxis.set_major_locator(MultipleLocator(0.1))
     axes.grid(color="#9ca3af", alpha=0.25, linewidth=0.6)
 

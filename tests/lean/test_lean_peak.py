@@ -192,3 +192,40 @@ def test_make_lean_takes_a_peak():
     for _ in range(3):
         ours = run.gradients(nullcontext())
     assert all(map(torch.equal, ours, stock))
+
+
+class Wide(nn.Module):
+    """A network of equal widths, as those that make images sharper: nothing narrows behind a sum."""
+
+    def __init__(self, width=32, blocks=16):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
+        layers = [
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)
+            )
+            for _ in range(blocks)
+        ]
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_a_pass_that_follows_no_plan_has_a_low_peak_where_nothing_narrows():
+    """Sums in a row without end would be rebuilt, and there, all at once."""
+    model, x = Wide(), torch.randn(2, 3, 32, 32)
+    stock = measure_step(lambda: model(x).square().mean())
+    model.zero_grad()
+
+    def forward():
+        with lean(budget=0.1):
+            return model(x).square().mean()
+
+    first = measure_step(forward)
+    assert first.held < 0.2 * stock.held
+    assert first.peak < 0.5 * stock.peak

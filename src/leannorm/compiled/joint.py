@@ -25,9 +25,9 @@ NEGLIGIBLE = 4096
 """Values of less than the largest one's bytes over this are left to torch."""
 _FUSED_SHARE = 0.1
 """Computing a fused value again, in passes over its bytes: it takes no memory, but arithmetic."""
-_NEAR, _IN_CACHES = 8 << 20, 0.75
-"""A value of up to so many bytes, made again on a CPU, is read in its caches, as is what it was made of: then
-that takes at most so much of its kernel's price (`benchmarks.lean_compiled`)."""
+_CACHED, _IN_CACHES = 8 << 20, 0.75
+"""A value of up to so many bytes, made again on a CPU, is read in its caches, as is what it was made of: this
+is the share of its kernel's price that it takes, at most (`benchmarks.lean_compiled`)."""
 BY_ELEMENT = ("fused", "reduced")
 """Kinds of kernels that can compute for themselves, element by element, what they read."""
 SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -268,7 +268,13 @@ class Reader:
         return made, {n: m for n, m in until.items() if n in self.forward and n in self.moment}
 
     def _seconds(self, node: fx.Node) -> float:
-        return operators.seconds(node, self._bytes_read(node), self.sizes[node], self.rates)
+        rates = self.rates
+        if self.channels_last and operators.packet(node) in operators.OF_CONVOLUTIONS:
+            two = all(
+                value.dim() == 4 for value in operators.tensors(node)[:1]
+            )  # the compiler lays out these
+            rates = rates.in_channels_last() if two else rates
+        return operators.seconds(node, self._bytes_read(node), self.sizes[node], rates)
 
     def _bytes_read(self, node: fx.Node) -> int:
         return sum(
@@ -295,8 +301,9 @@ class Reader:
         if node not in self.stored:
             return value._replace(seconds=_FUSED_SHARE * size / self.rates.memory)
         seconds = self._seconds(node)
-        if one and size <= _NEAR and node.meta["val"].device.type == "cpu":
-            seconds = _IN_CACHES * (seconds - size / self.rates.memory)  # where what is kept lies in memory
+        if one and size <= _CACHED and node.meta["val"].device.type == "cpu":
+            # a kept one would be read from memory; this one was just written
+            seconds = _IN_CACHES * (seconds - size / self.rates.memory)
         return value._replace(seconds=seconds)
 
     def _beside(

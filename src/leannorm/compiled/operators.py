@@ -34,6 +34,7 @@ PRODUCTS = _packets(
     " _scaled_dot_product_cudnn_attention _scaled_mm linear",
 )
 CONVOLUTIONS = _packets(_aten, "convolution")
+OF_CONVOLUTIONS = _packets(_aten, "convolution convolution_backward")
 _PASSES = _packets(
     _aten,
     "cat constant_pad_nd max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d"

@@ -37,9 +37,7 @@ def partition(
     stock = internals.partition(internals.copied(module), inputs, dict(arguments))
     try:
         rates, reason = rates_for(goal, _device(module.graph))
-        channels_last = internals.changes_layout(module)
-        rates = rates.in_channels_last() if channels_last else rates
-        reader = Reader(module.graph, outputs, rates, channels_last)
+        reader = Reader(module.graph, outputs, rates, internals.changes_layout(module))
         joint = reader.joint(pinned)
         lines = Lines(joint.step, joint.saving(_saved(stock[1])))
         chosen = plan(lines, goal, beyond=False)

@@ -16,7 +16,7 @@ _COLUMNS = (
     "holds",
     "torch's",
     "ratio",
-    "makes again",
+    "writes again",
     "torch's",
     "planned peak",
     "torch's",
@@ -39,7 +39,7 @@ class Planned(NamedTuple):
         if self.plan is not None:
             stock, point = self.plan.stock, self.plan.point
             numbers |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
-            numbers |= {"made_again": point.written, "stock_made_again": stock.written}
+            numbers |= {"written_again": point.written, "stock_written_again": stock.written}
             numbers |= {"peak": point.peak, "stock_peak": stock.peak}
         return numbers
 

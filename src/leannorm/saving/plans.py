@@ -36,7 +36,8 @@ class _Made:
     @property
     def is_old(self) -> bool:
         """Is another to be made?"""
-        return self.missed or (not self.settled and self.follows >= self.anew)
+        stays = self.settled and not self.misses
+        return self.missed or (self.follows >= self.anew and not stays)
 
 
 @dataclass(eq=False)

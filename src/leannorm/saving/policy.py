@@ -11,6 +11,10 @@ from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""
 
+SUMS_IN_A_ROW = 2
+"""Behind so many sums that are rebuilt, and several convolutions, one is held: all between would be there at
+once."""
+
 
 class Policy:
     """Decides by the kind of step and by size; with `everything`, all that can be rebuilt is.
@@ -26,8 +30,9 @@ class Policy:
     those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
     does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
     one size (a residual connection) at most one product in a row: all that follows up to the next sum is
-    larger, and would be held in its place. Not so behind convolutions alone, with `everything`: most networks
-    of them narrow behind a sum. A bias is part of the product that it is added to.
+    larger, and would be held in its place. Not so behind convolutions alone, with `everything`, for two
+    sums in a row: most networks of them narrow behind a sum. A bias is part of the product that it is added
+    to.
     Norms added in their own pass: with `products`, unless the sum must be compared each time.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
@@ -80,8 +85,11 @@ class Policy:
 
     def _few(self, step: Step) -> bool:
         """Does a sum have few enough products behind it?"""
-        in_a_row = products_of(step.inputs)
-        return in_a_row <= 1 or (self.everything and not any(map(ends_in_matrix_product, step.inputs)))
+        if products_of(step.inputs) <= 1:
+            return True
+        if not self.everything or any(map(ends_in_matrix_product, step.inputs)):
+            return False
+        return max(map(sums_before, step.inputs)) < SUMS_IN_A_ROW
 
 
 NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(products=True, everything=True)
@@ -99,6 +107,23 @@ def needs_no_norm(value: Value) -> bool:
         left += [before for before in step.inputs if before not in seen]
         seen.update(step.inputs)
     return True
+
+
+def sums_before(value: Value) -> int:
+    """The most sums in a row in its rebuild."""
+    found = dict[Value, int]()
+    left = [value]
+    while left:
+        one, step = left[-1], left[-1].step
+        inputs = () if step is None or step.kind == "held" else step.inputs
+        missing = [before for before in inputs if before not in found]
+        if missing:
+            left += missing
+            continue
+        is_sum = step is not None and step.kind in ("sum", "added norm")
+        found[one] = is_sum + max((found[before] for before in inputs), default=0)
+        left.pop()
+    return found[value]
 
 
 def is_bias(value: Value) -> bool:

@@ -8,7 +8,9 @@ version, with another number of threads, or is not understood, is measured again
 from __future__ import annotations
 
 import json
+import os
 import platform
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -176,14 +178,26 @@ def _in_a_thread(run: Callable[[], Rates]) -> Rates:
 
 
 def _is_busy() -> bool:
-    """Do others take cores from this process? Then its threads do not run all the time."""
+    """Do others take cores from this process, on Linux? Then its threads do not run all the time."""
+    if sys.platform != "linux":
+        return False
     a = torch.ones(1024, 1024)
     a @ a  # its threads are there from now on
     start, used = perf_counter(), process_time()
     for _ in range(12):
         a @ a
     share = (process_time() - used) / (perf_counter() - start)
-    return share < 0.8 * torch.get_num_threads()
+    return share < 0.8 * min(torch.get_num_threads(), _cores())
+
+
+def _cores() -> float:
+    """Those that this process may use at once: of its machine, and by a container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        return cores
 
 
 _COLD = 2.0
@@ -212,9 +226,7 @@ def _wait(device: torch.device) -> None:
 def measure(device: torch.device) -> Rates:
     """Some seconds of work on the device. Raises RuntimeError if others take the processor meanwhile."""
     large = 512 if device.type == "cpu" else 8192
-    a = torch.ones(large * large * (64 if device.type == "cpu" else 16), device=device)
-    of_sum = torch.zeros_like(a)  # a new one each time would be a measurement of page faults
-    memory = 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=of_sum), device)
+    memory = _of_sums(large * large * (64 if device.type == "cpu" else 16), device)
     few = torch.ones(16, device=device)
     call = _seconds(lambda: [few + few for _ in range(100)], device) / 100
     products = {}
@@ -229,6 +241,13 @@ def measure(device: torch.device) -> Rates:
         raise RuntimeError("others took its cores meanwhile; the next process measures it again")
     dense, single, dense_last, single_last = (rate / products[4] for rate in (*first, *last))
     return Rates(memory, products, call, dense, single, dense_last, single_last, hold, rebuild)
+
+
+def _of_sums(count: int, device: torch.device) -> float:
+    """Bytes moved per second by adding so many numbers."""
+    a = torch.ones(count, device=device)
+    result = torch.zeros_like(a)  # a new one each time would be a measurement of page faults
+    return 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=result), device)
 
 
 def _of_convolutions(layout: torch.memory_format, device: torch.device) -> tuple[float, float]:

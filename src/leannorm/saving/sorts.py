@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Hashable
 
 from leannorm.saving import trial
-from leannorm.saving.policy import is_bias, needs_no_norm
+from leannorm.saving.policy import is_bias, needs_no_norm, sums_before
 from leannorm.saving.recipes.products import ends_in_matrix_product
 from leannorm.saving.search import is_held, is_view_of_held
 from leannorm.saving.values import Value
@@ -34,7 +34,7 @@ def sort_of(value: Value) -> int:
         seen_as = None if value.tensor is None else trial.layout(value.tensor)
     kind = None if step is None else (step.kind, value.is_held, _norm_before(value))
     held_too = is_held(value), step is not None and is_view_of_held(step)
-    chain = value.products, ends_in_matrix_product(value)
+    chain = value.products, ends_in_matrix_product(value), sums_before(value)
     asked = *chain, needs_no_norm(value), is_bias(value), *held_too
     plain = value.spec is None, value.stream is None, value.from_narrow, value.in_rows, value.original is None
     known = seen_as, value.name, kind, asked, plain

@@ -21,8 +21,8 @@ from leannorm.saving.values import Value
 MOST = 768
 """Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
 
-IN_A_ROW = 5
-"""A product behind more convolutions that are rebuilt is held, and behind two products of other kinds."""
+IN_A_ROW = 6
+"""So many products in a row are rebuilt, if all but the last are convolutions; else two."""
 MUCH_NARROWER = 8
 """A matrix product with so many times more inputs than outputs is held, such as the first factor of a LoRA
 adapter: it is small, and what reads it is then one product in a row, not two."""
@@ -63,7 +63,7 @@ def groups_of(step: Step) -> int:
 
 
 def ends_in_matrix_product(value: Value) -> bool:
-    """Is one, or attention, the last product in its rebuild?"""
+    """Is the last product in its rebuild a matrix product or attention, and no convolution?"""
     seen, left = {value}, [value]
     for one in left:  # which grows
         step = one.step
@@ -79,7 +79,7 @@ def ends_in_matrix_product(value: Value) -> bool:
 
 def is_long(value: Value) -> bool:
     """Is it rebuilt by so many products in a row that no other may follow?"""
-    return value.products > (1 if ends_in_matrix_product(value) else IN_A_ROW)
+    return value.products > 1 and (value.products >= IN_A_ROW or ends_in_matrix_product(value))
 
 
 def frozen_bias(weight: Value) -> Value | None:
