@@ -27,6 +27,7 @@ matplotlib.rcParams.update({
 })  # fmt: skip
 COLOURS = {"lean": "#2563eb", "compile_options": "#2563eb", "checkpoint": "#ea580c",
            "torch.compile": "#7c3aed", "activation_memory_budget": "#7c3aed"}  # fmt: skip
+COMPILED_CODE = "lean_compiled_cpu"
 COMPILED = {"resnet18": "ResNet-18", "vit_tiny": "ViT-tiny, 6 layers", "llama float32": "Llama"}
 TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLMo-2", "vit_base": "ViT-B",
           "dit": "DiT", "unet": "UNet", "resnet50": "ResNet-50",
@@ -34,19 +35,29 @@ TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLM
 FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
          ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
 
+HELD, AXES = "bytes held for the backward pass", {"compiled.svg": "peak of a step"}
 SIZE = 7.5  # of labels, in points
 Point = tuple[str, float, float]
 Box = tuple[float, float, float, float]
 
 
 def points(file: str, model: str, dtype: str | None) -> list[Point]:
-    """(setting, held, time) of one model, stock first, to three digits."""
+    """(setting, held or, of compiled code, peak, time) of one model, stock first, to three digits."""
     found: list[Point] = [("stock", 1.0, 1.0)]
     for row in record.read(record.FOLDER / f"{file}.json"):
-        if row["model"] == model and row.get("dtype") == dtype and row["setting"] != "stock":
-            held = row["kept_ratio"] if "kept_ratio" in row else row["held"]
-            time = row.get("ratio", row.get("time"))
-            found.append((_name(row["setting"]), round(held, 3), round(time, 3)))
+        if (
+            row["model"] != model
+            or row.get("dtype") != dtype
+            or row["setting"] == "stock"
+            or row.get("convert")
+        ):
+            continue
+        time = row.get("ratio", row.get("time"))
+        if file == COMPILED_CODE:
+            name, size = _compiled_name(row["setting"]), row["peak_ratio"]
+        else:
+            name, size = _name(row["setting"]), row["kept_ratio"] if "kept_ratio" in row else row["held"]
+        found.append((name, round(size, 3), round(time, 3)))
     return found
 
 
@@ -56,18 +67,11 @@ def _name(setting: str) -> str:
     return names.get(setting, f"lean({kind}={value})" if kind == "budget" else setting)
 
 
-def compiled(model: str) -> list[Point]:
-    """(setting, peak, time) of one compiled model, of compiled stock."""
-    found: list[Point] = [("stock", 1.0, 1.0)]
-    for row in record.read(record.FOLDER / "lean_compiled_cpu.json"):
-        if row["model"] == model and not row["convert"] and row["setting"] != "stock":
-            kind, _, value = row["setting"].partition(" ")
-            ours = f"compile_options {row['setting']}"
-            name = {"torch": f"activation_memory_budget {value}", "checkpoint": _name("checkpoint")}.get(
-                kind, ours
-            )
-            found.append((name, round(row["peak_ratio"], 3), round(row["time"], 3)))
-    return found
+def _compiled_name(setting: str) -> str:
+    if setting == "checkpoint":
+        return _name(setting)
+    kind, _, value = setting.partition(" ")
+    return f"activation_memory_budget {value}" if kind == "torch" else f"compile_options {setting}"
 
 
 def draw(axes: Any, found: Sequence[Point], title: str) -> None:
@@ -118,7 +122,7 @@ def label(axes: Any, found: Sequence[Point]) -> None:
                       ha="left" if side > 0 else "right")  # fmt: skip
 
 
-def picture(path: Path, panels: dict[str, list[Point]], axis: str = "") -> None:
+def picture(path: Path, panels: dict[str, list[Point]], axis: str = HELD) -> None:
     """The panels side by side; they share the axis of bytes."""
     from matplotlib import pyplot
 
@@ -148,7 +152,9 @@ def pictures() -> dict[str, dict[str, list[Point]]]:
     for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
         panels = shown.setdefault(f"lean_{model}.svg", {})
         panels[_title(model, dtype)] = points("lean_transformers_cpu", model, dtype)
-    shown["compiled.svg"] = {f"{title}, float32": compiled(model) for model, title in COMPILED.items()}
+    shown["compiled.svg"] = {
+        f"{title}, float32": points(COMPILED_CODE, model, None) for model, title in COMPILED.items()
+    }
     return shown
 
 
@@ -161,8 +167,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs"))
     into = parser.parse_args().into
     for name, panels in pictures().items():
-        peak = name == "compiled.svg"
-        picture(into / name, panels, "peak of a step" if peak else "bytes held for the backward pass")
+        picture(into / name, panels, AXES.get(name, HELD))
 
 
 if __name__ == "__main__":

@@ -268,13 +268,8 @@ class Reader:
         return made, {n: m for n, m in until.items() if n in self.forward and n in self.moment}
 
     def _seconds(self, node: fx.Node) -> float:
-        rates = self.rates
-        if self.channels_last and operators.packet(node) in operators.OF_CONVOLUTIONS:
-            two = all(
-                value.dim() == 4 for value in operators.tensors(node)[:1]
-            )  # the compiler lays out these
-            rates = rates.in_channels_last() if two else rates
-        return operators.seconds(node, self._bytes_read(node), self.sizes[node], rates)
+        read, written = self._bytes_read(node), self.sizes[node]
+        return operators.seconds(node, read, written, self.rates, self.channels_last)
 
     def _bytes_read(self, node: fx.Node) -> int:
         return sum(

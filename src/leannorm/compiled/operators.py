@@ -34,7 +34,6 @@ PRODUCTS = _packets(
     " _scaled_dot_product_cudnn_attention _scaled_mm linear",
 )
 CONVOLUTIONS = _packets(_aten, "convolution")
-OF_CONVOLUTIONS = _packets(_aten, "convolution convolution_backward")
 _PASSES = _packets(
     _aten,
     "cat constant_pad_nd max_pool2d_with_indices max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d"
@@ -156,12 +155,17 @@ def operations(node: fx.Node) -> int:
     return 0
 
 
-def seconds(node: fx.Node, read: int, written: int, rates: Rates) -> float:
-    """The price of one kernel: so many bytes read and written, and the operations of a product."""
+def seconds(node: fx.Node, read: int, written: int, rates: Rates, channels_last: bool) -> float:
+    """The price of one kernel: so many bytes read and written, and the operations of a product.
+
+    `channels_last`: does the compiler lay out convolutions so? It does those of images.
+    """
     total = rates.call + (read + written) / rates.memory
     count = operations(node) if node.op == "call_function" else 0
     if count:
-        total += count / rates.operations(tensors(node)[0].dtype.itemsize, _groups(node))
+        first = tensors(node)[0]
+        of = rates.in_channels_last() if channels_last and first.dim() == 4 else rates
+        total += count / of.operations(first.dtype.itemsize, _groups(node))
     return total
 
 

@@ -22,8 +22,8 @@ class Policy:
     Convolutions and matrix products: with `products`, and none that is `costly`. What is left of a
     transformer costs a quarter of its step by the table of prices at any width, and up to 0.4 in bfloat16
     where products are fast.
-    Convolutions in a row: one, with `everything` as many as there are recipes for; which of them is held a
-    plan decides.
+    Convolutions in a row: one, with `everything` as many as the recipes allow (`IN_A_ROW`); which of them is
+    held a plan decides.
     Attention: with `products`, and none that is `costly` without `everything`. Of 197 keys it takes 30 times
     as long as a norm for the same bytes.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
