@@ -1,4 +1,4 @@
-"""`lean()` on torchvision's detectors and a segmenter: held and peak, of stock's; are gradients equal?
+"""`lean()` on torchvision's detectors and a segmenter: held, peak and time, of stock's; are gradients equal?
 
     python -m benchmarks.detectors [NETWORK ...] [--json FILE]
 
@@ -138,7 +138,7 @@ def measure(name: str) -> Iterator[held.Row]:
         model.load_state_dict(state)
         return loss_of(model)
 
-    for row in held.rows(model, loss, _blocks(model), clears=False):
+    for row in held.rows(model, loss, _blocks(model), clears=False, turns=7):
         yield {"network": name, **row}
 
 

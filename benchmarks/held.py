@@ -1,4 +1,4 @@
-"""What the settings of `lean()` hold of a training step, of stock's: the tables that tell no time."""
+"""What the settings of `lean()` hold of a training step, and its time, of stock's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import record
 from benchmarks.lean_transformers import Context, checkpointed
+from leannorm import keep_freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean, small
 
@@ -21,11 +24,12 @@ Row = dict[str, Any]
 
 
 def rows(
-    model: nn.Module, loss: Callable[[], Tensor], blocks: list[nn.Module], clears: bool = True
+    model: nn.Module, loss: Callable[[], Tensor], blocks: list[nn.Module], clears: bool = True, turns: int = 0
 ) -> Iterator[Row]:
     """Held bytes, the peak, and whether gradients are stock's, of `loss` under each setting.
 
     `blocks` are what a checkpoint goes around. `clears`: a step starts without the sums of gradients.
+    `turns`: so many steps of each setting, in turns, tell its time, the median of ratios to stock's beside it.
     """
     settings: dict[str, Context] = {
         "stock": nullcontext,
@@ -40,21 +44,33 @@ def rows(
         with context():
             return loss()
 
+    def step(context: Context) -> float:
+        model.zero_grad(set_to_none=clears)
+        start = perf_counter()
+        forward(context).backward()
+        return perf_counter() - start
+
     stock: list[Any] = []
+    found: list[Row] = []
     for setting, context in settings.items():
         for _ in range(2):  # the first pass of a plan keeps as little as it can
             model.zero_grad()
             forward(context).backward()
-        found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad(set_to_none=clears)
         kept, peak, _, _ = measure_step(lambda context=context: forward(context))
-        stock = stock or [found, kept, peak]
+        stock = stock or [gradients, kept, peak]
         equal = all(
             a is b is None or (a is not None and b is not None and torch.equal(a, b))
-            for a, b in zip(found, stock[0], strict=True)
+            for a, b in zip(gradients, stock[0], strict=True)
         )
         shares = {"held": round(kept / stock[1], 4), "peak": round(peak / stock[2], 4)}
-        yield {"setting": setting, **shares, "equal": equal}
+        found.append({"setting": setting, **shares, "equal": equal})
+    if turns:
+        steps = [[step(context) for context in settings.values()] for _ in range(turns)]
+        for row, seconds in zip(found, zip(*steps, strict=True), strict=True):
+            row["time"] = round(median(x / turn[0] for x, turn in zip(seconds, steps, strict=True)), 3)
+    yield from found
 
 
 def parser_of(doc: str | None, names: Iterable[str], what: str) -> ArgumentParser:
@@ -68,6 +84,7 @@ def parser_of(doc: str | None, names: Iterable[str], what: str) -> ArgumentParse
 def parsed(parser: ArgumentParser) -> Namespace:
     """The arguments, in a process set up for these tables."""
     options = parser.parse_args()
+    keep_freed_memory()
     torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
     warnings.simplefilter("ignore")
     small.SMALL = -1  # models this small are left alone otherwise

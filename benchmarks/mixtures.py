@@ -1,7 +1,7 @@
-"""`lean()` on mixtures of experts of transformers, small: held and peak, of stock's, and are gradients equal?
+"""`lean()` on mixtures of experts of transformers, small: held, peak and time, of stock's; are gradients equal?
 
     python -m benchmarks.mixtures [FAMILY ...] [--experts grouped_mm|eager|batched_mm] [--dtype bfloat16]
-                                  [--json FILE]
+                                  [--scale 4] [--json FILE]
     python -m benchmarks.mixtures --families
 
 Each in turn with the settings of `lean()` and with a checkpoint around every block. The second tells which
@@ -112,13 +112,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def mixture(family: str, experts: str) -> nn.Module:
-    """A small model of the family; `experts` names the way its experts are computed."""
+def mixture(family: str, experts: str, scale: int = 1) -> nn.Module:
+    """A small model of the family, of width 64 · scale; `experts` names the way its experts are computed."""
     import_torchvision()
     import transformers
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 160}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    sizes |= {"head_dim": 16}
+    sizes = {name: size * scale for name, size in sizes.items()}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "use_cache": False}
     sizes |= {"num_experts_per_tok": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
@@ -132,25 +134,26 @@ def mixture(family: str, experts: str) -> nn.Module:
     return model.train()
 
 
-def measure(family: str, experts: str, dtype: str) -> Iterator[held.Row]:
+def measure(family: str, experts: str, dtype: str, scale: int) -> Iterator[held.Row]:
     """The rows of one family."""
-    model = mixture(family, experts).to(getattr(torch, dtype))
-    tokens = torch.randint(3, 160, (2, 128))
+    model = mixture(family, experts, scale).to(getattr(torch, dtype))
+    tokens = torch.randint(3, 160, (2, 128 * scale))
 
     def loss() -> Tensor:
         torch.manual_seed(1)  # some routers add noise
         found: Tensor = model(input_ids=tokens, labels=tokens).loss
         return found
 
-    of = {"family": family, "experts": experts, "dtype": dtype}
-    for row in held.rows(model, loss, list(model.model.layers)):  # type: ignore[union-attr, arg-type]
+    of = {"family": family, "experts": experts, "dtype": dtype, "scale": scale}
+    blocks: list[nn.Module] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    for row in held.rows(model, loss, blocks, turns=7):
         yield {**of, **row}
 
 
-def measured(families: Iterable[str], experts: str, dtype: str) -> Iterator[held.Row]:
+def measured(families: Iterable[str], *how: Any) -> Iterator[held.Row]:
     for family in families:
         try:
-            yield from measure(family, experts, dtype)
+            yield from measure(family, *how)
         except Exception as error:
             print(f"{family:16} {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
 
@@ -187,12 +190,13 @@ def main() -> None:
     parser = held.parser_of(__doc__, FAMILIES, "FAMILY")
     parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "eager", "batched_mm"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--scale", type=int, default=1, help="times the widths and the tokens")
     parser.add_argument("--families", action="store_true", help="which families have experts")
     options = held.parsed(parser)
     if options.families:
         return tell_families()
-    found = measured(options.names or FAMILIES, options.experts, options.dtype)
-    held.tell(options, found, "family", "experts", "dtype", "setting")
+    found = measured(options.names or FAMILIES, options.experts, options.dtype, options.scale)
+    held.tell(options, found, "family", "experts", "dtype", "scale", "setting")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`lean()` on networks for volumes, of nnU-Net and MONAI: held and peak, of stock's; are gradients equal?
+"""`lean()` on networks for volumes, of nnU-Net and MONAI: held, peak and time, of stock's; are gradients equal?
 
     python -m benchmarks.volumes [NETWORK ...] [--json FILE]
     python -m benchmarks.volumes --time [NETWORK ...]
@@ -96,11 +96,11 @@ def lacking(name: str) -> str | None:
     return next((package for package in NETWORKS[name][0] if find_spec(package) is None), None)
 
 
-def volumes(name: str) -> tuple[nn.Module, Tensor]:
-    """The network, in training, and a volume."""
+def volumes(name: str, count: int = 1, side: int = 32) -> tuple[nn.Module, Tensor]:
+    """The network, in training, and so many cubes."""
     import_torchvision()
     torch.manual_seed(0)
-    return NETWORKS[name][1]().train(), torch.randn(1, 1, *[_SIDE.get(name, 32)] * 3)
+    return NETWORKS[name][1]().train(), torch.randn(count, 1, *[_SIDE.get(name, side)] * 3)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -112,15 +112,15 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-def measure(name: str) -> Iterator[held.Row]:
+def measure(name: str, count: int = 1, side: int = 32, turns: int = 0) -> Iterator[held.Row]:
     """The rows of one network."""
-    model, x = volumes(name)
+    model, x = volumes(name, count, side)
 
     def loss() -> Tensor:
         torch.manual_seed(1)  # dropout
         return loss_of(model, x)
 
-    for row in held.rows(model, loss, []):
+    for row in held.rows(model, loss, [], turns=turns):
         yield {"network": name, **row}
 
 
@@ -170,7 +170,7 @@ def main() -> None:
             print(f"{name}: needs {needs.replace('_', '-')}, installed with --no-deps")
     if options.time:
         return tell_times(name for name in names if lacking(name) is None)
-    found = (row for name in names if lacking(name) is None for row in measure(name))
+    found = (row for name in names if lacking(name) is None for row in measure(name, 2, 64, turns=5))
     held.tell(options, found, "network", "setting")
 
 
