@@ -1,8 +1,9 @@
-"""`lean()` on torchvision's detectors and a segmenter: held, peak and time, of stock's; are gradients equal?
+"""`lean()` on torchvision's detectors and a segmenter: held, peak and time, of stock's.
 
     python -m benchmarks.detectors [NETWORK ...] [--json FILE]
 
-Each in turn with the settings of `lean()` and with a checkpoint around every block of the backbone. ResNets
+Each in turn with the settings of `lean()` and with a checkpoint around every block of the backbone; gradients
+are compared. ResNets
 are as they are fine-tuned: norms frozen, the first stage too. Torchvision's compiled operators, which few
 builds fit, are replaced with its formulas in plain torch.
 """

@@ -29,7 +29,7 @@ def rows(
     """Held bytes, the peak, and whether gradients are stock's, of `loss` under each setting.
 
     `blocks` are what a checkpoint goes around. `clears`: a step starts without the sums of gradients.
-    `turns`: so many steps of each setting, in turns, tell its time, the median of ratios to stock's beside it.
+    `turns`: so many steps of each setting tell its time, the median of ratios to stock's step beside it.
     """
     settings: dict[str, Context] = {
         "stock": nullcontext,

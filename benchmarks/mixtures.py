@@ -1,10 +1,11 @@
-"""`lean()` on mixtures of experts of transformers, small: held, peak and time, of stock's; are gradients equal?
+"""`lean()` on mixtures of experts of transformers, small: held, peak and time, of stock's.
 
     python -m benchmarks.mixtures [FAMILY ...] [--experts grouped_mm|eager|batched_mm] [--dtype bfloat16]
                                   [--scale 4] [--json FILE]
     python -m benchmarks.mixtures --families
 
-Each in turn with the settings of `lean()` and with a checkpoint around every block. The second tells which
+Each in turn with the settings of `lean()` and with a checkpoint around every block; gradients are compared.
+The second tells which
 families of the installed transformers have experts, and which of them are not in this list.
 """
 

@@ -1,9 +1,9 @@
-"""`lean()` on networks for volumes, of nnU-Net and MONAI: held, peak and time, of stock's; are gradients equal?
+"""`lean()` on networks for volumes, of nnU-Net and MONAI: held, peak and time, of stock's.
 
     python -m benchmarks.volumes [NETWORK ...] [--json FILE]
     python -m benchmarks.volumes --time [NETWORK ...]
 
-The second is stock's processor time of a step in times of the converted network's, and of an instance norm
+Two cubes of 64³ each; gradients are compared. The second command prints stock's processor time of a step in times of the converted network's, and of an instance norm
 with its LeakyReLU in times of ours; one thread, in turns.
 `pip install --no-deps dynamic-network-architectures monai einops`; "two stages" needs none of them.
 """

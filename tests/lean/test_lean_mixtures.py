@@ -1,6 +1,6 @@
 """Mixtures of experts: the router never runs again, and gradients are stock's to the bit.
 
-One family of transformers on every run, all that are listed with `-m conformance`.
+Two families of transformers on every run, all that are listed with `-m conformance`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc):
     if "family" in metafunc.fixturenames:
         whole = metafunc.config.getoption("markexpr") == "conformance"
         marks = [pytest.mark.conformance] if whole else []
-        names = FAMILIES if whole else ["Qwen3Moe"]
+        names = FAMILIES if whole else ["Qwen3Moe", "DeepseekV3"]
         metafunc.parametrize("family", [pytest.param(name, marks=marks) for name in names])
 
 
@@ -71,13 +71,20 @@ def test_of_transformers(family, experts):
         for setting in ("norm", "conv"):
             saving = lean(setting)
             assert equal(run(saving), stock), setting
-            held = saving.kept_bytes / (saving.kept_bytes + saving.rebuilt_bytes)
+            held = share(saving)
             assert held <= (
                 MOST_OF_NORM.get(family, 0.7) if setting == "norm" else MOST_HELD.get(family, 0.3)
             )
-        assert equal(run(lean(budget=0.25)), stock)
+        for _ in range(2):  # the second pass follows the plan of the first
+            saving = lean(budget=0.25)
+            assert equal(run(saving), stock)
+        assert share(saving) <= max(0.26, held + 0.005)  # what a budget can reach, "conv" is no lower
     finally:
         torch.set_num_threads(threads)
+
+
+def share(saving):
+    return saving.kept_bytes / (saving.kept_bytes + saving.rebuilt_bytes)
 
 
 class Mixture(nn.Module):

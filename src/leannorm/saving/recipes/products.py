@@ -5,7 +5,7 @@ Such a step has the kind "product", and policies decide by its flops. Chains are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,13 +16,13 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, is_lost, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.steps import Step
-from leannorm.saving.values import Value
+from leannorm.saving.values import Value, size_of
 
 MOST = 768
 """Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
 
 IN_A_ROW = 6
-"""So many products in a row are rebuilt, if all but the last are convolutions; else two."""
+"""So many products in a row are rebuilt, if all but the last are convolutions; else two (see `_is_late`)."""
 MUCH_NARROWER = 8
 """A matrix product with so many times more inputs than outputs is held, such as the first factor of a LoRA
 adapter: it is small, and what reads it is then one product in a row, not two."""
@@ -82,6 +82,15 @@ def is_long(value: Value) -> bool:
     return value.products > 1 and (value.products >= IN_A_ROW or ends_in_matrix_product(value))
 
 
+def _is_late(a: Value, b: Value, outputs: Sequence[int]) -> bool:
+    """Is a matrix product held, since too many products in a row come before it?
+
+    Two are; three, if it is larger than the factor behind them, such as attention's scores: held in the place
+    of that factor, it would take more memory.
+    """
+    return any(is_long(x) and (x.products > 2 or prod(outputs) <= size_of(x)) for x in (a, b))
+
+
 def frozen_bias(weight: Value) -> Value | None:
     """A bias without an edge in the graph, where the call that saved the weight is known."""
     bias = weight.call.bias if isinstance(weight.call, CallArguments) else None
@@ -113,9 +122,10 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     edges = node.next_functions
     first = len(edges) - 2  # the factors follow the added tensor, if there is one
     a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
-    if a is None or b is None or is_long(a) or is_long(b):
+    outputs = node._input_metadata[0].shape
+    if a is None or b is None or _is_late(a, b, outputs):
         return None
-    sizes, outputs = _sizes(a, node, first), node._input_metadata[0].shape
+    sizes = _sizes(a, node, first)
     if sizes is None or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
@@ -138,9 +148,10 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     """Experts, each on its own rows of the first factor; costly: with fewer outputs than inputs."""
     a, b = (saved(node, name) or given(i) for i, name in enumerate(("self", "mat2")))
     offsets = saved(node, "offs")
-    if a is None or b is None or is_lost(node, "offs") or is_long(a) or is_long(b):
+    outputs = node._input_metadata[0].shape
+    if a is None or b is None or is_lost(node, "offs") or _is_late(a, b, outputs):
         return None
-    sizes, outputs = _sizes(a, node, 0), node._input_metadata[0].shape
+    sizes = _sizes(a, node, 0)
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
     inputs = (a, b) if offsets is None else (a, b, offsets)
