@@ -3,8 +3,8 @@
     python -m benchmarks.volumes [NETWORK ...] [--json FILE]
     python -m benchmarks.volumes --time [NETWORK ...]
 
-Two cubes of 64³ each; gradients are compared. The second command prints stock's processor time of a step in times of the converted network's, and of an instance norm
-with its LeakyReLU in times of ours; one thread, in turns.
+Two cubes of 64³; gradients are compared. The second is stock's processor time of a step in times of the
+converted network's, and of an instance norm with its LeakyReLU in times of ours. All on one thread, in turns.
 `pip install --no-deps dynamic-network-architectures monai einops`; "two stages" needs none of them.
 """
 
