@@ -1,4 +1,4 @@
-"""Held bytes of the scripts in `examples/`, and the batches that `leannorm fit` finds: bytes, not times.
+"""Held bytes of the scripts in `examples/`, what some print, and the batches that `leannorm fit` finds.
 
     python -m benchmarks.examples [NAME ...]
 
@@ -20,15 +20,17 @@ from benchmarks import record
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = ("digits", "timm_loop", "transformers_trainer", "mixture_of_experts", "lightning_digits",
-           "two_ranks", "unet_denoising", "segment_a_volume", "deploy", "memory_over_a_step")  # fmt: skip
+           "two_ranks", "unet_denoising", "segment_a_volume", "deploy", "memory_over_a_step",
+           "padded_speech")  # fmt: skip
 # stock's MB and ours, by `examples/measure.py` and by the notebook
 HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +held +([\d.]+) MB", re.M)
 SETTINGS = ("norm", "conv")
+SHOWN = ("digits", "two_ranks", "padded_speech")  # a page has what they print
 MODEL, MEMORY = "timm:resnet18", "8GiB"
 
 
 def of_script(name: str) -> list[dict[str, Any]]:
-    """A row for each setting: MB of stock, and ours of them."""
+    """A row for each setting: MB of stock, and ours of them; and one of what a page shows."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *(ranks if name == "two_ranks" else []), str(FOLDER / f"{name}.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -36,10 +38,13 @@ def of_script(name: str) -> list[dict[str, Any]]:
     pairs = [(float(a), float(b)) for a, b, *_ in HELD.findall(ran.stdout) if a]
     alone = [float(megabytes) for *_, setting, megabytes in HELD.findall(ran.stdout) if setting]
     pairs += [(alone[0], ours) for ours in alone[1:]]
-    return [
+    rows: list[dict[str, Any]] = [
         {"script": name, "setting": setting, "stock": stock, "held": round(ours / stock, 3)}
         for setting, (stock, ours) in zip(SETTINGS, pairs, strict=False)
     ]
+    if name in SHOWN:
+        rows.append({"script": name, "setting": "printed", "lines": ran.stdout.strip().splitlines()})
+    return rows
 
 
 def of_fit() -> list[dict[str, Any]]:

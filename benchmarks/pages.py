@@ -115,6 +115,12 @@ def example(script: str, setting: str = "norm") -> str:
     return f"{row['held']:.2f} of {row['stock']:.1f} MB"
 
 
+def printed(script: str, *commands: str) -> None:
+    """The same command's script in a terminal: the commands, and what the last of them prints."""
+    lines = [f"$ {command}" for command in commands] + _example(script, "printed")["lines"]
+    say("\n".join(["```console", *lines, "```"]))
+
+
 def of_examples() -> str:
     """The machine, the day and the commit of `python -m benchmarks.examples`."""
     return of_run(select("examples"))
