@@ -46,10 +46,10 @@ def about() -> dict[str, Any]:
 
 def write(file: Path, rows: Sequence[dict[str, Any]], *key: str) -> None:
     """Add a run to a file. Earlier rows stay, each under its own run, unless one of the same key is new."""
-    new = {tuple(row[k] for k in key) for row in rows}
+    new = {tuple(row.get(k) for k in key) for row in rows}
     runs = json.loads(file.read_text()) if file.exists() else []
     for run in runs:
-        run["rows"] = [row for row in run["rows"] if tuple(row[k] for k in key) not in new]
+        run["rows"] = [row for row in run["rows"] if tuple(row.get(k) for k in key) not in new]
     this = about()
     rows = [*(row for run in runs if {**run, **this} == run for row in run["rows"]), *rows]
     runs = [run for run in runs if run["rows"] and {**run, **this} != run]
