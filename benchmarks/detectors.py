@@ -3,9 +3,8 @@
     python -m benchmarks.detectors [NETWORK ...] [--json FILE]
 
 Each in turn with the settings of `lean()` and with a checkpoint around every block of the backbone; gradients
-are compared. ResNets
-are as they are fine-tuned: norms frozen, the first stage too. Torchvision's compiled operators, which few
-builds fit, are replaced with its formulas in plain torch.
+are compared. ResNets are as they are fine-tuned: norms frozen, the first stage too. Torchvision's compiled
+operators, which few builds fit, are replaced with its formulas in plain torch.
 """
 
 from __future__ import annotations

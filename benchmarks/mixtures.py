@@ -5,8 +5,8 @@
     python -m benchmarks.mixtures --families
 
 Each in turn with the settings of `lean()` and with a checkpoint around every block; gradients are compared.
-The second tells which
-families of the installed transformers have experts, and which of them are not in this list.
+The second tells which families of the installed transformers have experts, and which of them are not in this
+list.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ def mixture(family: str, experts: str, scale: int = 1) -> nn.Module:
     import transformers
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 160}
-    sizes |= {"head_dim": 16}
-    sizes = {name: size * scale for name, size in sizes.items()}
+    sizes = {name: size * scale for name, size in {**sizes, "head_dim": 16}.items()}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     sizes |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "use_cache": False}
     sizes |= {"num_experts_per_tok": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
