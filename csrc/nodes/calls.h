@@ -5,7 +5,6 @@
 #include "tapes.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
@@ -69,8 +68,6 @@ inline bool recorded(const Tensor& x, const Tensor& weight, const Tensor& bias) 
 }
 // Of inference mode, so that autograd cannot save it?
 inline bool in_inference(const Tensor& v) { return v.defined() && v.is_inference(); }
-// Is what a node saves shown to hooks? They are to see nodes that they know: those of Python.
-inline bool hooked() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
 // As is_contiguous(), the axis of channels behind all others.
 inline bool channels_last(const Tensor& x) {
@@ -127,7 +124,7 @@ struct Given {
     if (!(plain_call() && read(given[0], x, by_triton) && read(given[1], weight, by_triton))) return false;
     if (!(read(given[2], bias, by_triton) && read(given[3], eps))) return false;
     records = recorded(x, weight, bias);
-    return x.defined() && !(records && (hooked() || in_inference(x) || in_inference(weight) || in_inference(bias)));
+    return x.defined() && !(records && (in_inference(x) || in_inference(weight) || in_inference(bias)));
   }
   // Is there no bias without a weight, nor one of another dtype?
   bool alike() const { return !bias.defined() || (weight.defined() && weight.scalar_type() == bias.scalar_type()); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "evidence.h"
+#include "norms.h"
 
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -14,8 +15,6 @@
 #include <vector>
 
 namespace leannorm {
-
-using torch::autograd::SavedVariable;
 
 // The tensors that a recipe reads of those that a class of nodes saves, by name.
 struct Fields {
@@ -65,6 +64,13 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
     LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, query), LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, key);
     LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, value), LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, attn_bias);
 #undef LEANNORM_FIELD
+    const auto add_norm = [&]<class Kind, size_t... at>(std::index_sequence<at...>) {
+      (add.template operator()<Kind>(kRawNames[at] + std::strlen("_raw_saved_"),
+                                     [](const Kind* node) -> const SavedVariable* { return &node->saved[at]; }), ...);
+    };
+    constexpr auto places = std::make_index_sequence<kSaved>();
+    add_norm.template operator()<ChannelNorm>(places), add_norm.template operator()<ChannelAffine>(places);
+    add_norm.template operator()<RowNorm>(places);
     return made;
   }();
   return table;

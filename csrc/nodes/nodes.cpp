@@ -6,183 +6,20 @@
 // for (autograd/nodes.py asks before it loads it); without it fast.py does the same in Python. Each function returns
 // None for a call that is not a usual one, and for one that the kernel refuses: then nothing has been written.
 #include "../activation.h"
-#include "calls.h"
-#include "evidence.h"
 #include "graph.h"
 #include "learning.h"
+#include "norms.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
-#include <torch/csrc/utils/tensor_memoryformats.h>
 
 namespace leannorm {
 namespace {
-
-using torch::autograd::Node;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-PyObject* by_python = nullptr;  // fast.py's backward pass, for all that is not usual
-
-enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
-using Tensors = std::array<Tensor, kSaved>;
-
-// What the three nodes share: tensors that are saved, and a backward pass by kernels or by Python.
-struct Direct : Node {
-  std::array<SavedVariable, kSaved> saved;
-  c10::IValue act;
-  bool by_triton;
-
-  // Empty where Python is to do it.
-  virtual variable_list by_kernels(const Tensor& dy, const Tensors& kept) = 0;
-  virtual py::tuple how() const = 0;  // what fast.py keeps beside the tensors
-
-  void save(Saved place, const Tensor& value, bool is_output = false) {
-    if (value.defined()) saved[place] = SavedVariable(value, is_output);
-  }
-  Tensors unpacked() {
-    Tensors kept;
-    for (int i = 0; i < kSaved; ++i) kept[i] = saved[i].unpack(i == kOut ? getptr() : nullptr);
-    return kept;
-  }
-  bool needs(int input) const { return next_edge(input).is_valid(); }
-
-  variable_list apply(variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const Tensors kept = unpacked();
-    Tensor dy = std::move(gradients[0]);
-    if (!dy.defined()) dy = input_metadata(0).zeros_like();
-    // create_graph=True, a transform, a mode: Python hands them to plain torch
-    if (at::GradMode::is_enabled() || !plain_thread() || !plain(dy)) return of_python(dy, kept);
-    {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      variable_list found = by_kernels(dy, kept);
-      if (!found.empty()) return found;
-    }
-    return of_python(dy, kept);
-  }
-  variable_list of_python(const Tensor& dy, const Tensors& kept) {
-    const py::gil_scoped_acquire gil;
-    try {
-      py::list tensors;
-      for (const Tensor& v : kept) tensors.append(v.defined() ? py::cast(v) : py::none());
-      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2));
-      const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy, by_triton);
-      variable_list gradients;
-      for (int i = 0; i < 3; ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
-      return gradients;
-    } catch (py::error_already_set& error) {
-      throw_error(error);
-    }
-  }
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (SavedVariable& v : saved) v.reset_data();
-  }
-
-  // Compiled autograd traces `apply` on stand-ins of what is saved.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(name());
-    args.collect(act);
-    args.collect(by_triton);
-    for (int i = 0; i < kSaved; ++i) args.collect(saved[i], i == kOut);
-  }
-  variable_list apply_with_saved(const variable_list& given, torch::dynamo::autograd::SwapSavedVariables& swap) override {
-    for (SavedVariable& v : saved) swap.before(v);
-    variable_list result = apply(variable_list(given));
-    for (SavedVariable& v : saved) swap.after(v);
-    return result;
-  }
-};
-
-// dy in the layout of x, which is dense.
-Tensor like(const Tensor& x, const Tensor& dy) {
-  const Tensor same = dy.scalar_type() == x.scalar_type() ? dy : dy.to(x.scalar_type());
-  if (x.is_contiguous()) return same.contiguous();
-  return channels_last(same) ? same : same.movedim(1, -1).contiguous().movedim(-1, 1);
-}
-
-struct ChannelNorm final : Direct {
-  double eps;
-  int64_t groups;
-
-  std::string name() const override { return "ChannelNormBackward"; }
-  py::tuple how() const override { return py::make_tuple(act.toStringRef(), eps, groups); }
-  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
-    static const Operator backward("channel_backward");
-    Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
-                           Tensor(), act, groups, false, false, Tensor(), Tensor());
-    if (!backward(stack, by_triton)) return {};
-    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
-  }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    Direct::compiled_args(args);
-    args.collect(eps);
-    args.collect(groups);
-  }
-};
-
-struct ChannelAffine final : Direct {
-  at::MemoryFormat layout;  // of y
-
-  std::string name() const override { return "ChannelAffineBackward"; }
-  py::tuple how() const override {
-    return py::make_tuple(act.toStringRef(), py::reinterpret_borrow<py::object>(torch::utils::getTHPMemoryFormat(layout)));
-  }
-  variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
-    static const Operator both("channel_backward"), sums("channel_grad_sums"), input("channel_input_grad");
-    const bool has_x = kept[kX].defined();
-    const Tensor dy = has_x ? like(kept[kX], given) : given.contiguous(layout);
-    const Tensor x = has_x ? kept[kX] : dy;  // only its shape and layout are read
-    const auto taken = [&](auto... more) {
-      return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
-    };
-    if (!(needs(1) || needs(2))) {
-      Stack stack = taken(Tensor(), Tensor(), act, false, Tensor());
-      if (!input(stack, by_triton)) return {};
-      return {tensor(stack, 0), Tensor(), Tensor()};
-    }
-    Stack stack = needs(0) ? taken(act, int64_t(0), false, true, Tensor(), Tensor()) : taken(act, Tensor());
-    if (!(needs(0) ? both : sums)(stack, by_triton)) return {};
-    const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
-    if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
-    return {Tensor(), gradient(1, 1), gradient(2, 0)};
-  }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    Direct::compiled_args(args);
-    args.collect(int64_t(layout));
-  }
-};
-
-struct RowNorm final : Direct {
-  int64_t start, stop;
-  double eps;
-  bool rms;
-
-  std::string name() const override { return "RowNormBackward"; }
-  py::tuple how() const override { return py::make_tuple(start, stop, eps, rms); }
-  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
-    static const Operator backward("row_backward");
-    const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
-    Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
-                           needs(1) || needs(2), 0.0, Tensor());
-    if (!backward(stack, by_triton)) return {};
-    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
-  }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    Direct::compiled_args(args);
-    args.collect(start);
-    args.collect(stop);
-    args.collect(eps);
-    args.collect(rms);
-  }
-};
 
 // The node of a call on x, weight and bias, which autograd records.
 template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   auto node = new_node<Kind, decltype(torch::autograd::Edge().function)>();
   node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+  node->has_bias = bias.defined();
   return node;
 }
 
@@ -364,7 +201,27 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1,
 
 // Nodes show themselves in Python as those in Python do.
 using namespace torch::autograd;
-PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
+PyObject* raw_saved(PyObject* self, void* place) {
+  HANDLE_TH_ERRORS
+  const SavedVariable& saved = static_cast<Direct*>(leannorm::node_of(self))->saved[reinterpret_cast<intptr_t>(place)];
+  Ref packed = packed_by_hook(&saved);
+  py::object data = py::reinterpret_steal<py::object>(packed.release());
+  if (!data) data = is_absent(&saved) ? py::object(py::none()) : py::cast(saved.get_raw_data().value());
+  return py::module_::import("types").attr("SimpleNamespace")(py::arg("data") = data).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+PyObject* saved_how(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  return static_cast<Direct*>(leannorm::node_of(self))->how().release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+auto properties = [] {
+  std::vector<PyGetSetDef> made{THP_FUNCTION_DEFAULT_PROPERTIES, {"_saved_how", &saved_how, nullptr, nullptr, nullptr}};
+  for (intptr_t place = 0; place < kSaved; ++place)
+    made.push_back({kRawNames[place], &raw_saved, nullptr, nullptr, reinterpret_cast<void*>(place)});
+  made.push_back({nullptr});
+  return made;
+}();
 PyMethodDef methods[] = {{"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
                          {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
                          {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
@@ -373,7 +230,7 @@ PyMethodDef methods[] = {{"_register_hook_dict", THPCppFunction_register_hook_di
                          {nullptr}};
 template <class Kind> bool add_class(PyObject* module, const char* name) {
   static PyTypeObject type;
-  torch::autograd::_initFunctionPyTypeObject(type, name, properties, methods);
+  torch::autograd::_initFunctionPyTypeObject(type, name, properties.data(), methods);
   torch::autograd::registerCppFunction(typeid(Kind), &type);
   return PyModule_AddObjectRef(module, std::strrchr(name, '.') + 1, reinterpret_cast<PyObject*>(&type)) == 0;
 }

@@ -10,8 +10,10 @@ from test_lean_memo import _asked_python, _passes, searched  # noqa: F401
 from torch import nn
 
 from leannorm import convert
+from leannorm.autograd import fast
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean
+from leannorm.saving.graph import identity
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the memo is a part of the C++ nodes")
 
@@ -42,6 +44,20 @@ def test_a_converted_network_is_packed_without_python(name, setting, monkeypatch
     assert not asked
     for a, b in zip(stock, found, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_trial_serves_each_way_of_a_call(name, monkeypatch):
+    """On a GPU the first call goes the whole way and later ones another: what is tried of the first serves."""
+    norm, x = convert(OURS[name]())[1], torch.randn(4, 8, 6, 6, requires_grad=True)
+    identities = [identity(norm(x).grad_fn)]
+    monkeypatch.setattr(fast, "NODES", None)
+    identities.append(identity(norm(x).grad_fn))
+    monkeypatch.setattr(fast, "_serving", lambda x: None)
+    identities.append(identity(norm(x).grad_fn))
+    assert len(set(identities)) == 1
+    norm.eps = 0.25  # which running statistics are read with, and then captured
+    assert (identity(norm(x).grad_fn) in identities) == (name == "evaluation")
 
 
 def test_a_class_of_a_user_is_not_kept():

@@ -8,8 +8,8 @@ other calls the answer is None, and the caller goes the whole way: it checks eve
 error if one is broken, and picks a backend. Same functions, same operators, same bits.
 
 Where autograd nodes in C++ are built (`nodes.py`), they stand in for `ChannelNorm`, `ChannelAffine` and
-`RowNorm`: same names, same saved tensors. They ask for what `usual_call` asks; they leave calls whose saved
-tensors hooks are to see, and backward passes that are recorded, to the functions in Python.
+`RowNorm`: same names, same saved tensors, which hooks see in the same order. They ask for what `usual_call`
+asks, and leave backward passes that are recorded to the functions in Python.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import has_torch_function_variadic
 
 from leannorm._types import Epilogue, Maybe, Rows, Running
@@ -44,6 +45,7 @@ from leannorm.ops.backends.triton.tape import hand_over
 from leannorm.ops.running import frozen
 from leannorm.ops.select import picks_cpu, picks_triton
 
+_LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}  # as C++ counts
 _DTYPES, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 # looked up once: small calls ask them every time
@@ -284,26 +286,40 @@ def row_norm(
         return None
 
 
+def call_of(node: Any) -> Any:
+    """The call that made a node of `ChannelNorm`, `ChannelAffine` or `RowNorm`, in Python or in C++."""
+    of: Any = type(node)
+    return node.call if issubclass(of, BackwardCFunction) else _call(of.__name__, node._saved_how)
+
+
+def _call(name: str, how: tuple[Any, ...]) -> ChannelCall | RowCall:
+    """The call of a node in C++, which tells it so."""
+    by_triton, has_bias, *settings = how
+    backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
+    if name == "RowNormBackward":
+        return RowCall(backend, Rows(*settings), has_bias=has_bias)
+    act, *rest = settings
+    eps, groups = (0.0, 0) if name == "ChannelAffineBackward" else rest
+    return ChannelCall(backend, act, eps, groups, has_bias=has_bias)
+
+
 def _backward_of_node(
-    name: str, saved: list[Maybe], needed: tuple[bool, ...], how: tuple[Any, ...], dy: Tensor, by_triton: bool
+    name: str, saved: list[Maybe], needed: tuple[bool, ...], how: tuple[Any, ...], dy: Tensor
 ) -> tuple[Maybe, ...]:
     """The backward pass of a node in C++, by the function that it stands in for."""
     x, mean, rstd, weight, bias, out = saved
-    backend, (need_x, need_weight, need_bias) = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN, needed
-    ctx = SimpleNamespace()
+    need_x, need_weight, need_bias = needed
+    ctx = SimpleNamespace(call=_call(name, how))
     if name == "RowNormBackward":
-        ctx.saved_tensors, ctx.call = (x, mean, rstd, weight, None), RowCall(backend, Rows(*how))
+        ctx.saved_tensors = x, mean, rstd, weight, None
         ctx.needs_input_grad = need_x, False, need_weight, need_bias, False, False
         dx, _, dweight, dbias, *_ = RowNorm.backward(ctx, dy)
         return dx, dweight, dbias
-    act, *rest = how
     ctx.saved_tensors = x, mean, rstd, weight, bias, None, out, None, None
     ctx.needs_input_grad = need_x, need_weight, need_bias, False, False
     if name == "ChannelAffineBackward":
-        ctx.call, (ctx.layout,) = ChannelCall(backend, act, has_bias=need_bias), rest
+        ctx.layout = _LAYOUTS[how[-1]]
         return ChannelAffine.backward(ctx, dy)[:3]
-    eps, groups = rest
-    ctx.call = ChannelCall(backend, act, eps, groups, has_bias=need_bias)
     return ChannelNorm.backward(ctx, dy)[:3]
 
 

@@ -12,20 +12,34 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from leannorm.autograd.fast import call_of
 from leannorm.autograd.nodes import NODES
 from leannorm.saving.values import Value
 
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
 _WAITING, _IN_VIEW = "leannorm waiting", "leannorm in view"
 _KEYS = tuple([f"leannorm {output}" for output in range(8)])  # in a node's metadata, of its outputs
-FUNCTIONS: dict[type, str] = {}  # the kinds of autograd functions, by the class of their nodes
+OURS = {"leannorm.ChannelNorm", "leannorm.ChannelAffine", "leannorm.RowNorm"}  # which C++ has too
+FUNCTIONS: dict[type, str] = {}  # the kinds of autograd functions, by the classes of their nodes
+_BY_KIND: dict[str, Any] = {}  # and the functions themselves
 ACCUMULATES = "AccumulateGrad"
 PASSES_ON = "leannorm.RegisterPostBackwardFunction"  # of FSDP2: its outputs are its inputs
 
 
 def kind_of_function(function: type) -> str:
-    """Register an autograd function of leannorm or torch; returns the kind that `kind_of` gives its nodes."""
-    return FUNCTIONS.setdefault(function._backward_cls, f"leannorm.{function.__name__}")  # type: ignore[attr-defined]
+    """Register an autograd function of leannorm or torch; returns the kind that `kind_of` gives its nodes,
+    in C++ too."""
+    name, of_python = function.__name__, function._backward_cls  # type: ignore[attr-defined]
+    kind = FUNCTIONS.setdefault(of_python, f"leannorm.{name}")
+    _BY_KIND.setdefault(kind, function)
+    if (in_cpp := getattr(NODES, f"{name}Backward", None)) is not None:
+        FUNCTIONS[in_cpp] = kind
+    return kind
+
+
+def kept_by(node: Any) -> Any:
+    """The record of what the function of this node keeps (its `Kept`)."""
+    return _BY_KIND[kind_of(node)].Kept
 
 
 def kind_of(node: Any) -> str:
@@ -33,9 +47,11 @@ def kind_of(node: Any) -> str:
 
     Functions are told apart by class, since a user's function may have any name.
     """
-    if isinstance(node, BackwardCFunction):
-        return FUNCTIONS.get(type(node), "")
-    return type(node).__name__
+    kind: Any = type(node)
+    known = FUNCTIONS.get(kind)
+    if known is not None:
+        return known
+    return "" if isinstance(node, BackwardCFunction) else kind.__name__
 
 
 def made_by(node: Any, output: int) -> tuple[Any, int]:
@@ -118,6 +134,11 @@ def identity(node: Any) -> Hashable:
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
+    if kind_of(node) in OURS:  # in whatever language, and whichever way its call has gone
+        (outputs, inputs), call = _metadata(node), call_of(node)._asdict()
+        call |= {"backend": call["backend"].whole, "statistics": False}
+        there = tuple([one for one in inputs if one is not None])
+        return kind_of(node), outputs[0], there, exact(sorted(call.items()))
     ours = isinstance(node, BackwardCFunction)
     if NODES is not None and not ours and (told := NODES.told(node, constants_of(node))) is not None:
         return kind, told
@@ -147,7 +168,7 @@ def exact(value: Any) -> Any:
     return value
 
 
-def _metadata(node: Any) -> Hashable:
+def _metadata(node: Any) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     outputs = tuple([(tuple(m.shape), m.dtype, m.device) for m in node._input_metadata])
     edges = [None if p is None else p._input_metadata[i] for p, i in node.next_functions]
     inputs = tuple([None if m is None else (tuple(m.shape), m.dtype, m.device) for m in edges])
@@ -186,14 +207,21 @@ def is_saving(node: Any, name: str) -> bool:
     return getattr(node, f"_raw_saved_{name}").data is None
 
 
-def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
-    """The packed values of all that one of leannorm's autograd functions saved; None while it is saving."""
-    try:
-        packed = [tensor.data for tensor in node._raw_saved_tensors]
-    except RuntimeError:  # freed
-        return None
+def saved_by_function(node: Any) -> dict[str, Value | None] | None:
+    """The packed values of all that one of leannorm's autograd functions saved, by the names of its `Kept`;
+    a node in C++ has some of these. None while a function in Python is saving."""
+    if isinstance(node, BackwardCFunction):
+        names = [name for name in kept_by(node)._fields if name != "act"]
+        try:
+            packed = [tensor.data for tensor in node._raw_saved_tensors]
+        except RuntimeError:  # freed
+            return None
+    else:
+        of: Any = type(node)
+        names = [name.removeprefix("_raw_saved_") for name in saved_names(of)]
+        packed = [getattr(node, f"_raw_saved_{name}").data for name in names]
     ours = all(value is None or (type(value) is Value and value.memory is None) for value in packed)
-    return packed if ours and len(packed) == count else None
+    return dict(zip(names, packed, strict=True)) if ours and len(packed) == len(names) else None
 
 
 # ------------------------------------------------ from a node's output to the value that represents it

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import sorts, trial
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import (
     ACCUMULATES,
+    OURS,
     PASSES_ON,
     constants_of,
     find,
@@ -62,7 +64,6 @@ _PARTS: dict[Any, tuple[tuple[str, ...], str]] = {
     "leannorm.ChannelAffine": (("mask", "mean", "rstd", "weight", _BIAS), ""),
     "leannorm.RowNorm": (("weight", _BIAS, "valid"), ""),
 }
-OURS = {"leannorm.ChannelNorm", "leannorm.ChannelAffine", "leannorm.RowNorm"}
 _ITSELF = {"result1", "result2", "mean", "rstd"}
 _ABSENT, _OF_CALL, _ABSENT_IN_CALL, _COPY, _OWN, _COPY_OF_LEAF = range(6)  # how a part is found
 _OF_EDGES = {
@@ -95,21 +96,20 @@ def is_settled(value: Value, found: Step | Missing, tensor: Tensor) -> bool:
     return usual and trial.is_settled(value.step, tensor, value.layout)
 
 
-def _names(node: Any) -> list[str]:
-    """Of the saved tensors that kinds can ask for."""
+def _named(node: Any) -> dict[str, Value | None]:
+    """The saved tensors that kinds can ask for, in the order in which C++ finds them."""
     if kind_of(node) not in OURS:
-        return list(NODES.fields(node))
-    return [name for name in type(node)._forward_cls.Kept._fields if name != "act"]
+        return {name: saved(node, name) for name in NODES.fields(node)}
+    packed = saved_by_function(node)
+    if packed is None:
+        raise UnlikeError  # it is saving, or others' hooks have them
+    return (
+        packed if isinstance(node, BackwardCFunction) else {name: packed[name] for name in NODES.fields(node)}
+    )
 
 
 def _fields(node: Any) -> list[Value | None]:
-    names = _names(node)
-    if kind_of(node) not in OURS:
-        return [saved(node, name) for name in names]
-    packed = saved_by_function(node, len(names))
-    if packed is None:
-        raise UnlikeError  # it is saving, or others' hooks have them
-    return packed
+    return list(_named(node).values())
 
 
 def _leaf_edge(visit: Visit, step: Step) -> int:
@@ -177,7 +177,7 @@ class Learned:
         return {
             "node": node,
             "output": visit.output,
-            "constants": dict(node.__dict__) if kind in OURS else constants_of(node),
+            "constants": dict(node.__dict__) if isinstance(node, BackwardCFunction) else constants_of(node),
             "newest": node._sequence_nr() + 1 == self._number,
             "fields": [-1 if field is None else sorts.sort_of(field) for field in fields],
             "edges": edges,
@@ -276,7 +276,7 @@ class Learned:
         step: Step, visit: Visit, names: tuple[str, ...], told_by: str
     ) -> tuple[list[tuple[int, int]], int]:
         """How each captured tensor is found, and which field has the call that told eps; -1 for none."""
-        fields = dict(zip(_names(visit.node), _fields(visit.node), strict=True))
+        fields = _named(visit.node)
         teller = fields[told_by] if told_by else None
         call = teller.call if teller is not None and isinstance(teller.call, CallArguments) else None
         if told_by and (call is None or call.moves_affine or call.eps != step.constants[-1]):

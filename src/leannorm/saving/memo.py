@@ -21,11 +21,12 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import (
     ACCUMULATES,
     FUNCTIONS,
+    OURS,
     PASSES_ON,
     kind_of,
     saved_names,
 )
-from leannorm.saving.kinds import OURS, Learned, UnlikeError, is_settled
+from leannorm.saving.kinds import Learned, UnlikeError, is_settled
 from leannorm.saving.narrowed import POOLS, WIDENS, references_when_alone
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES

@@ -11,10 +11,11 @@ from torch import Tensor
 from leannorm._types import Gating, KeptByChannelNorm, Modulation, Rows
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
+from leannorm.autograd.fast import call_of
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.ops.backends import CPU, TRITON, Backend
-from leannorm.saving.graph import kind_of_function, saved_by_function
+from leannorm.saving.graph import kept_by, kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, joined, matches_torch
 from leannorm.saving.recipes.norms_on_gpu import in_one_pass
@@ -62,11 +63,10 @@ def _kept(node: Any) -> Any:
 
     None while the node is still saving (its output, for example), and if it saved outside of `lean()`.
     """
-    record = type(node)._forward_cls.Kept
-    tensors = [name for name in record._fields if name != "act"]
-    values = saved_by_function(node, len(tensors))
-    kept = None if values is None else record(*values)
-    return None if kept is None or kept.x is None or kept.rstd is None else kept
+    record, values = kept_by(node), saved_by_function(node)
+    if values is None or values["x"] is None or values["rstd"] is None:
+        return None
+    return record(*[values.get(name) for name in record._fields if name != "act"])
 
 
 @recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine))
@@ -74,7 +74,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     kept = _kept(node)
     if output or kept is None:
         return None
-    call, before_bias = node.call, 1 + (kept.weight is not None)
+    call, before_bias = call_of(node), 1 + (kept.weight is not None)
     known, bias = _bias(kept.bias, before_bias, given, call.has_bias)
     residual = kept.residual
     if call.has_residual and residual is None:
@@ -113,7 +113,7 @@ def _sum(given: Given) -> Step | None:
 
 @recipe(kind_of_function(RowNorm))
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept, call = _kept(node), node.call
+    kept, call = _kept(node), call_of(node)
     if output:
         return _sum(given) if call.adds_alike else None
     if kept is None:

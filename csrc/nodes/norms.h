@@ -1,0 +1,176 @@
+// The autograd nodes of norms: what they save, and their backward pass, by kernels or by Python.
+#pragma once
+
+#include "calls.h"
+
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <array>
+
+namespace leannorm {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+inline PyObject* by_python = nullptr;  // fast.py's backward pass, for all that is not usual
+
+enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
+// As Python reads them, in the way of torch's own nodes.
+constexpr const char* kRawNames[kSaved] = {"_raw_saved_x", "_raw_saved_mean", "_raw_saved_rstd", "_raw_saved_weight", "_raw_saved_bias", "_raw_saved_out"};
+using Tensors = std::array<Tensor, kSaved>;
+
+// What the three nodes share: tensors that are saved, and a backward pass by kernels or by Python.
+struct Direct : Node {
+  std::array<SavedVariable, kSaved> saved;
+  c10::IValue act;
+  bool by_triton, has_bias;
+
+  // Empty where Python is to do it.
+  virtual variable_list by_kernels(const Tensor& dy, const Tensors& kept) = 0;
+  virtual py::tuple how() const = 0;  // the call, but for its tensors, as fast.py reads it
+
+  void save(Saved place, const Tensor& value, bool is_output = false) {
+    if (value.defined()) saved[place] = SavedVariable(value, is_output);
+  }
+  Tensors unpacked() {
+    Tensors kept;
+    for (int i = 0; i < kSaved; ++i) kept[i] = saved[i].unpack(i == kOut ? getptr() : nullptr);
+    return kept;
+  }
+  bool needs(int input) const { return next_edge(input).is_valid(); }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Tensors kept = unpacked();
+    Tensor dy = std::move(gradients[0]);
+    if (!dy.defined()) dy = input_metadata(0).zeros_like();
+    // create_graph=True, a transform, a mode: Python hands them to plain torch
+    if (at::GradMode::is_enabled() || !plain_thread() || !plain(dy)) return of_python(dy, kept);
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      variable_list found = by_kernels(dy, kept);
+      if (!found.empty()) return found;
+    }
+    return of_python(dy, kept);
+  }
+  variable_list of_python(const Tensor& dy, const Tensors& kept) {
+    const py::gil_scoped_acquire gil;
+    try {
+      py::list tensors;
+      for (const Tensor& v : kept) tensors.append(v.defined() ? py::cast(v) : py::none());
+      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2));
+      const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy);
+      variable_list gradients;
+      for (int i = 0; i < 3; ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
+      return gradients;
+    } catch (py::error_already_set& error) {
+      throw_error(error);
+    }
+  }
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (SavedVariable& v : saved) v.reset_data();
+  }
+
+  // Compiled autograd traces `apply` on stand-ins of what is saved.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(name());
+    args.collect(act);
+    args.collect(by_triton);
+    args.collect(has_bias);
+    for (int i = 0; i < kSaved; ++i) args.collect(saved[i], i == kOut);
+  }
+  variable_list apply_with_saved(const variable_list& given, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    for (SavedVariable& v : saved) swap.before(v);
+    variable_list result = apply(variable_list(given));
+    for (SavedVariable& v : saved) swap.after(v);
+    return result;
+  }
+};
+
+// dy in the layout of x, which is dense.
+Tensor like(const Tensor& x, const Tensor& dy) {
+  const Tensor same = dy.scalar_type() == x.scalar_type() ? dy : dy.to(x.scalar_type());
+  if (x.is_contiguous()) return same.contiguous();
+  return channels_last(same) ? same : same.movedim(1, -1).contiguous().movedim(-1, 1);
+}
+
+struct ChannelNorm final : Direct {
+  double eps;
+  int64_t groups;
+
+  std::string name() const override { return "ChannelNormBackward"; }
+  py::tuple how() const override { return py::make_tuple(by_triton, has_bias, act.toStringRef(), eps, groups); }
+  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+    static const Operator backward("channel_backward");
+    Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
+                           Tensor(), act, groups, false, false, Tensor(), Tensor());
+    if (!backward(stack, by_triton)) return {};
+    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    Direct::compiled_args(args);
+    args.collect(eps);
+    args.collect(groups);
+  }
+};
+
+struct ChannelAffine final : Direct {
+  at::MemoryFormat layout;  // of y
+
+  std::string name() const override { return "ChannelAffineBackward"; }
+  py::tuple how() const override {
+    return py::make_tuple(by_triton, has_bias, act.toStringRef(), static_cast<int>(layout));
+  }
+  variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
+    static const Operator both("channel_backward"), sums("channel_grad_sums"), input("channel_input_grad");
+    const bool has_x = kept[kX].defined();
+    const Tensor dy = has_x ? like(kept[kX], given) : given.contiguous(layout);
+    const Tensor x = has_x ? kept[kX] : dy;  // only its shape and layout are read
+    const auto taken = [&](auto... more) {
+      return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
+    };
+    if (!(needs(1) || needs(2))) {
+      Stack stack = taken(Tensor(), Tensor(), act, false, Tensor());
+      if (!input(stack, by_triton)) return {};
+      return {tensor(stack, 0), Tensor(), Tensor()};
+    }
+    Stack stack = needs(0) ? taken(act, int64_t(0), false, true, Tensor(), Tensor()) : taken(act, Tensor());
+    if (!(needs(0) ? both : sums)(stack, by_triton)) return {};
+    const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
+    if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
+    return {Tensor(), gradient(1, 1), gradient(2, 0)};
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    Direct::compiled_args(args);
+    args.collect(int64_t(layout));
+  }
+};
+
+struct RowNorm final : Direct {
+  int64_t start, stop;
+  double eps;
+  bool rms;
+
+  std::string name() const override { return "RowNormBackward"; }
+  py::tuple how() const override { return py::make_tuple(by_triton, has_bias, start, stop, eps, rms); }
+  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+    static const Operator backward("row_backward");
+    const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
+    Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
+                           needs(1) || needs(2), 0.0, Tensor());
+    if (!backward(stack, by_triton)) return {};
+    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    Direct::compiled_args(args);
+    args.collect(start);
+    args.collect(stop);
+    args.collect(eps);
+    args.collect(rms);
+  }
+};
+
+}  // namespace leannorm
