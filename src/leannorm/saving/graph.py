@@ -134,17 +134,19 @@ def identity(node: Any) -> Hashable:
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
-    if kind_of(node) in OURS:  # in whatever language, and whichever way its call has gone
-        (outputs, inputs), call = _metadata(node), call_of(node)._asdict()
-        call |= {"backend": call["backend"].whole, "statistics": False}
-        there = tuple([one for one in inputs if one is not None])
-        return kind_of(node), outputs[0], there, exact(sorted(call.items()))
-    ours = isinstance(node, BackwardCFunction)
-    if NODES is not None and not ours and (told := NODES.told(node, constants_of(node))) is not None:
-        return kind, told
-    metadata = _metadata(node)
+    in_python, ours = isinstance(node, BackwardCFunction), kind_of(node) in OURS
+    if NODES is not None and not (in_python or ours):
+        told = NODES.told(node, constants_of(node))
+        if told is not None:
+            return kind, told
+    metadata = outputs, inputs = _metadata(node)
     try:
-        if ours:
+        if ours:  # in whatever language, and whichever way its call has gone
+            call = call_of(node)._asdict()
+            call |= {"backend": call["backend"].whole, "statistics": False}
+            there = tuple([one for one in inputs if one is not None])
+            return kind_of(node), outputs[0], there, exact(sorted(call.items()))
+        if in_python:
             kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
         else:
             kept = tuple([exact(getattr(node, name)) for name in constants_of(node)])

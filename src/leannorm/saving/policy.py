@@ -5,6 +5,7 @@ from __future__ import annotations
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.recipes.attention import ATTENTIONS
 from leannorm.saving.recipes.products import PRODUCTS, ends_in_matrix_product, groups_of
+from leannorm.saving.recipes.views import cast_to
 from leannorm.saving.steps import Step
 from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
 
@@ -73,7 +74,7 @@ class Policy:
         if step.kind == "sum":
             products = products_of(step.inputs)
             if len(set(map(size_of, step.inputs))) > 1:
-                return not products or all(map(needs_no_norm, step.inputs))
+                return not products or all(needs_no_norm(v) or is_bias(v) for v in step.inputs)
             few = self._few(step) or any(map(is_bias, step.inputs))
             return few and (self.everything or all(map(needs_no_norm, step.inputs)))
         if step.kind == "added norm":
@@ -127,9 +128,10 @@ def sums_before(value: Value) -> int:
 
 
 def is_bias(value: Value) -> bool:
-    """A parameter, or rows of it, such as an expert's bias: added to a product, it is part of that."""
+    """A parameter, rows of it (an expert's bias) or a cast of it: added to a product, it is part of that."""
     while value.step is not None:
-        if value.products or not (value.step.view or value.step.kind == "scale"):
+        is_cast = value.step.function is cast_to
+        if value.products or not (value.step.view or value.step.kind == "scale" or is_cast):
             return False
         value = value.step.inputs[0]
     return value.tensor is not None and is_parameter(value.tensor)
