@@ -1,5 +1,7 @@
 """`"conv"` on transformers: the same in every dtype and at every width, and what a share of the step buys."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from test_lean_narrow import RMSNorm, assert_stock
 from torch import nn
 
 from leannorm import lean
+from leannorm import nn as ours
 from leannorm.planning.goal import Goal
 from leannorm.saving import rates
 from leannorm.saving.plan import plan
@@ -145,3 +148,22 @@ def test_what_is_pooled_of_a_rebuilt_product_is_held(pool):
     held = [r.shape for r in saved.records if not r.rebuilt and r.node == "ConvolutionBackward0" and r.bytes]
     assert (2, 64, 32, 32) not in held
     assert (2, 16, 64, 64) not in held
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_cast_of_a_bias_is_part_of_its_product(contiguous):
+    """A linear layer adds its bias by itself where its input has axes in another order."""
+    mlp = nn.Sequential(ours.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    found = []
+    for turn in range(3):
+        torch.manual_seed(turn)
+        x = torch.randn(16, 24, 32).transpose(0, 1).requires_grad_()
+        x = x.contiguous() if contiguous else x
+        for context in (nullcontext(), lean("conv")):
+            with context as saved, torch.autocast("cpu", torch.bfloat16):
+                loss = mlp(x * 2).float().square().mean()
+            found.append(torch.autograd.grad(loss, list(mlp.parameters())))
+        assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
+    hidden = [record for record in saved.records if record.shape[-1] == 128 and record.bytes > 2**12]
+    assert len(hidden) >= 2
+    assert all(record.rebuilt for record in hidden)
