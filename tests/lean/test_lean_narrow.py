@@ -167,9 +167,10 @@ def test_rebuilt_log_probabilities_take_the_place_of_their_logits():
 
 
 def test_what_took_the_place_of_its_copy_is_read_again():
-    x, reasons, found = torch.randn(64, 64).bfloat16().requires_grad_(), [], {}
-    for context in (nullcontext, lean):
-        x.grad = None
+    reasons, found = [], {}
+    for context in (nullcontext, lean) * 4:  # from the third pass on what was found is learned
+        torch.manual_seed(len(reasons))
+        x = torch.randn(64, 64).bfloat16().requires_grad_()
         with context():
             wide = x.sin().float()
             loss = wide.square().sum()
@@ -179,9 +180,10 @@ def test_what_took_the_place_of_its_copy_is_read_again():
             loss = F.silu(wide).square().sum()
         loss.backward()
         found[context] = x.grad
-        reasons += [] if saved is None else saved.reasons
-    assert same_bits(found[lean], found[nullcontext])
-    assert reasons == []
+        if saved is not None:
+            reasons.append(saved.reasons)
+            assert same_bits(found[lean], found[nullcontext])
+    assert reasons == [[]] * 4
 
 
 @pytest.mark.parametrize("goal", [{"peak": 1.0}, {"budget": 1.0}], ids=str)

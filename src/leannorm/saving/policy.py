@@ -131,7 +131,8 @@ def is_bias(value: Value) -> bool:
     """A parameter, rows of it (an expert's bias) or a cast of it: added to a product, it is part of that."""
     while value.step is not None:
         is_cast = value.step.function is cast_to
-        if value.products or not (value.step.view or value.step.kind == "scale" or is_cast):
+        is_of_one = value.step.view or value.step.kind == "scale" or is_cast
+        if value.products or not value.step.inputs or not is_of_one:
             return False
         value = value.step.inputs[0]
     return value.tensor is not None and is_parameter(value.tensor)
