@@ -48,7 +48,7 @@ def test_a_converted_network_is_packed_without_python(name, setting, monkeypatch
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_trial_serves_each_way_of_a_call(name, monkeypatch):
-    """On a GPU the first call goes the whole way and later ones another: what is tried of the first serves."""
+    """On a GPU the first call goes the whole way, later ones another: what is tried of the first serves."""
     norm, x = convert(OURS[name]())[1], torch.randn(4, 8, 6, 6, requires_grad=True)
     identities = [identity(norm(x).grad_fn)]
     monkeypatch.setattr(fast, "NODES", None)
