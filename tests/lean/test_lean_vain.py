@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import vain
+from leannorm.saving import memo, vain
 from leannorm.saving.search import Search
 
 WIDTH = 64
@@ -17,6 +17,7 @@ WIDTH = 64
 @pytest.fixture
 def searched(monkeypatch):
     """The kinds of nodes that were searched, of the pass that runs."""
+    vain._BEFORE.clear()
     found, step = [], Search.step
 
     def spy(self, node, *rest):
@@ -61,14 +62,29 @@ def test_sums_that_are_not_repeated_are_searched_once(searched):
 
 def test_after_some_passes_they_are_searched_again(searched):
     every = vain._EVERY
-    counts = [found.count("AddBackward0") for found, _ in passes(every + 3, searched)]
-    assert counts == [2, 2, *[0] * (every - 1), 2, 0]
+    counts = [found.count("AddBackward0") for found, _ in passes(every + 2, searched)]
+    assert counts == [2, 2, *[0] * (every - 2), 2, 0]
 
 
-def test_another_layout_is_searched(searched):
-    xs = [torch.randn(rows, WIDTH) for rows in (64, 64, 64, 96, 64, 64, 64)]
+def test_layouts_may_take_turns(searched):
+    """Each is searched twice; later passes are told, whatever came between."""
+    xs = [torch.randn(rows, WIDTH) for rows in (64, 64, 64, 96, 64, 96, 64, 80, 96, 80, 64, 80)]
     counts = [found.count("AddBackward0") for found, _ in passes(len(xs), searched, xs=xs)]
-    assert counts == [2, 2, 0, 2, 2, 2, 0]
+    assert counts == [2, 2, 0, 2, 0, 2, 0, 2, 0, 2, 0, 0]
+
+
+def test_so_many_layouts_at_most_are_kept(searched):
+    xs = [torch.randn(64 + 8 * i, WIDTH) for i in range(vain._MAX_LIKE + 3)]
+    for _ in range(3):
+        counts = [found.count("AddBackward0") for found, _ in passes(len(xs), searched, xs=xs)]
+    assert counts == [2] * len(xs)
+    assert all(len(known) <= vain._MAX_LIKE for _, known in vain._BEFORE.values())
+
+
+def test_lengths_without_end_are_searched(searched):
+    xs = [torch.randn(64 + i, WIDTH) for i in range(24)]
+    counts = [found.count("AddBackward0") for found, _ in passes(len(xs), searched, xs=xs)]
+    assert counts == [2] * len(xs)
 
 
 def test_another_place_in_the_pass_is_searched(searched):
@@ -79,10 +95,34 @@ def test_another_place_in_the_pass_is_searched(searched):
     assert next(passes(1, searched, model))[0].count("AddBackward0") == 2
 
 
-def test_two_models_by_turns_are_searched(searched):
-    models = [nn.Sequential(Block()), nn.Sequential(nn.Linear(WIDTH, WIDTH), Block())]
-    for i in range(6):
-        assert next(passes(1, searched, models[i % 2]))[0].count("AddBackward0") == 1
+def test_two_models_may_take_turns(searched):
+    """What comes before the first tensor that tells them apart is searched in each pass."""
+    blocks = [Block(), Block(), Block()]
+    models = [nn.Sequential(*blocks), nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)]
+    counts = [next(passes(1, searched, models[i % 2]))[0].count("AddBackward0") for i in range(8)]
+    assert counts == [3, 3, 3, 3, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("by", ["C++", "Python"])
+def test_what_the_other_model_holds_is_rebuilt(by, searched, monkeypatch):
+    """Both have the same tensors up to a sum, which one of them can rebuild."""
+    monkeypatch.setattr(memo, "on", by == "C++")
+
+    class Sum(nn.Module):
+        def __init__(self, held):
+            super().__init__()
+            self.layers, self.held = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), held
+
+        def forward(self, x):
+            a, b, c, d = (layer(x) for layer in self.layers)
+            y = a.sin() + b.sin()
+            return y + (c + d if self.held else a + b).cos()
+
+    models = [Sum(held) for held in (True, False)]
+    for i in range(12):
+        _, saved = next(passes(1, searched, models[i % 2]))
+        rebuilt = any(r.node == "AddBackward0" and r.rebuilt for r in saved.records)
+        assert rebuilt == (i % 2 == 1)
 
 
 class SumOfHeld(nn.Module):

@@ -1,10 +1,10 @@
 """Searches that found nothing: at the same place of the next passes, the same tensor is held without one, in
 fewer bytes where it was.
 
-A pass is like the one before if a line of the program opened both; a tensor, if as many were saved before it
-and kind of node and layout are the same. Two passes in a row must have searched the same in vain. To hold a
-tensor is always exact. Whether one could be rebuilt by now is searched again every so many passes, and in the
-pass behind one that was not like the others.
+A pass is like one before if a line of the program opened both and it asks for the same tensors: as many were
+saved before each, kind of node and layout are the same. So models, and lengths of sequences, may take turns.
+Two such passes must have searched the same in vain. To hold a tensor is always exact. Whether one could be
+rebuilt by now is searched again every so many passes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from leannorm.saving.search import Missing, Visit, is_view_of_held
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
-_EVERY = 16  # passes
-_MAX_PLACES = 64
+_EVERY = 17  # passes of a place; a prime, so that each of those that take turns comes to be searched
+_MAX_PLACES, _MAX_LIKE = 64, 8
 
 _Found = dict[int, tuple[Hashable, str]]  # by order of packing: kind of node and layout, and why it is held
-_BEFORE: dict[Hashable, tuple[int, _Found]] = {}  # by place: of the last pass, and how many were like it
+_Pass = tuple[bool, _Found]  # was it so in a pass before it, too?
+_BEFORE: dict[Hashable, tuple[int, list[_Pass]]] = {}  # by place: how many passes, and those that differ
 
 
 class Vain:
@@ -31,15 +32,35 @@ class Vain:
 
     def __init__(self, place: Hashable, policy: Policy) -> None:
         self._place, self._policy = place, policy
-        self._like, self._last = _BEFORE.get(place, (0, {}))
-        self._before = self._last if self._like % _EVERY else {}
+        self._passes, self._known = _BEFORE.get(place, (0, []))
+        # those that this pass may be like, by what it has asked, and what each asked for next, the last first
+        self._like = [(one, [*reversed(one[1])]) for one in self._known]
         self._found = list[tuple[int, Hashable, weakref.ref[Value]]]()
+        self._asked = -1
+        self._answer: str | None = None
 
     def told(self, order: int, seen_as: Hashable) -> str | None:
-        """Why such a tensor was held in the last pass; None if it was not, or must be searched. Also called
-        from C++."""
-        known = self._before.get(order)
-        return known[1] if known is not None and known[0] == seen_as else None
+        """Why such a tensor was held in the passes like this one; None if it was not, or must be searched.
+
+        Called from C++ too, and then again from Python.
+        """
+        if order != self._asked:
+            self._asked, self._answer = order, self._told(order, seen_as)
+        return self._answer
+
+    def _told(self, order: int, seen_as: Hashable) -> str | None:
+        alike, lacking = list[tuple[_Pass, list[int]]](), list[tuple[_Pass, list[int]]]()
+        for one, orders in self._like:
+            if not orders or orders[-1] > order:
+                lacking.append((one, orders))
+            elif orders[-1] == order and one[1][order][0] == seen_as:
+                orders.pop()
+                alike.append((one, orders))
+        self._like = lacking + alike
+        if lacking or not alike:  # if one of them has rebuilt it, this pass may, too
+            return None
+        settled, held = alike[-1][0]
+        return held[order][1] if settled and self._passes % _EVERY else None
 
     def note(
         self,
@@ -66,7 +87,7 @@ class Vain:
 
     def close(self) -> None:
         """At the end of the pass: which of them are held still."""
-        if self._place is None:
+        if self._place is None or self._asked < 0:
             return
         if len(_BEFORE) >= _MAX_PLACES:
             _BEFORE.clear()
@@ -76,4 +97,7 @@ class Vain:
             for order, seen_as, v in alive
             if v is not None and (v.step is None or v.from_narrow)
         }
-        _BEFORE[self._place] = self._like + 1 if held == self._last else 0, held
+        like = [one for one, orders in self._like if not orders]
+        settled = any(one[1] == held for one in like)
+        others = [one for one in self._known if not any(one is another for another in like)]
+        _BEFORE[self._place] = self._passes + 1, [*others[1 - _MAX_LIKE :], (settled, held)]
