@@ -84,7 +84,7 @@ def test_a_volume_too_small_for_its_stages():
     assert equal(gradients(model, x, saving), gradients(model, x, nullcontext()))
 
 
-# the most that lean() and lean("conv") hold
+# the most that lean() and lean("conv") hold of what the network saves; labels, which are views, stay whole
 MOST = {
     "PlainConvUNet": (0.53, 0.35),
     "ResidualEncoderUNet": (0.64, 0.4),
@@ -108,7 +108,8 @@ def test_of_a_package(network):
         saving = lean(**setting)
         for _ in range(2):
             assert equal(gradients(model, x, saving), stock), setting
-        assert saving.kept_bytes / (saving.kept_bytes + saving.rebuilt_bytes) <= most
+        held = sum(r.bytes for r in saving.records if not r.rebuilt and r.dtype is not torch.int64)
+        assert held / (held + saving.rebuilt_bytes) <= most
 
 
 @pytest.mark.conformance
