@@ -22,8 +22,10 @@ from leannorm.saving.values import Value
 _EVERY = 17  # passes of a place; a prime, so that each of those that take turns comes to be searched
 _MAX_PLACES, _MAX_LIKE = 64, 8
 
-_Found = dict[int, tuple[Hashable, str]]  # by order of packing: kind of node and layout, and why it is held
-_Pass = tuple[bool, _Found]  # was it so in a pass before it, too?
+_Found = dict[
+    int, tuple[Hashable, str | None]
+]  # by order of packing: kind of node and layout, why it is held
+_Pass = tuple[bool, _Found, list[int]]  # held the same twice? what it asked for, the orders of what it held
 _BEFORE: dict[Hashable, tuple[int, list[_Pass]]] = {}  # by place: how many passes, and those that differ
 
 
@@ -33,10 +35,10 @@ class Vain:
     def __init__(self, place: Hashable, policy: Policy) -> None:
         self._place, self._policy = place, policy
         self._passes, self._known = _BEFORE.get(place, (0, []))
-        # those that this pass may be like, by what it has asked, and what each asked for next, the last first
-        self._like = [(one, [*reversed(one[1])]) for one in self._known]
+        # those that this pass may be like, by what it has asked, and what each held next, the last first
+        self._like = [(one, one[2][::-1]) for one in self._known]
         self._found = list[tuple[int, Hashable, weakref.ref[Value]]]()
-        self._asked = -1
+        self._asked: _Found = {}
         self._answer: str | None = None
 
     def told(self, order: int, seen_as: Hashable) -> str | None:
@@ -44,23 +46,23 @@ class Vain:
 
         Called from C++ too, and then again from Python.
         """
-        if order != self._asked:
-            self._asked, self._answer = order, self._told(order, seen_as)
+        if order not in self._asked:
+            self._asked[order] = seen_as, None
+            self._answer = self._told(order, seen_as)
         return self._answer
 
     def _told(self, order: int, seen_as: Hashable) -> str | None:
-        alike, lacking = list[tuple[_Pass, list[int]]](), list[tuple[_Pass, list[int]]]()
-        for one, orders in self._like:
-            if not orders or orders[-1] > order:
-                lacking.append((one, orders))
-            elif orders[-1] == order and one[1][order][0] == seen_as:
-                orders.pop()
-                alike.append((one, orders))
-        self._like = lacking + alike
-        if lacking or not alike:  # if one of them has rebuilt it, this pass may, too
+        alike = list[tuple[_Pass, list[int]]]()
+        for one, held in self._like:
+            if order in one[1] and one[1][order][0] == seen_as and (not held or held[-1] >= order):
+                if held and held[-1] == order:
+                    held.pop()
+                alike.append((one, held))
+        self._like = alike
+        whys = [one[1][order][1] for one, _ in alike]
+        if not whys or None in whys:  # where one of them has rebuilt it, this pass may, too
             return None
-        settled, held = alike[-1][0]
-        return held[order][1] if settled and self._passes % _EVERY else None
+        return whys[-1] if alike[-1][0][0] and self._passes % _EVERY else None
 
     def note(
         self,
@@ -87,17 +89,18 @@ class Vain:
 
     def close(self) -> None:
         """At the end of the pass: which of them are held still."""
-        if self._place is None or self._asked < 0:
+        if self._place is None or not self._asked:
             return
         if len(_BEFORE) >= _MAX_PLACES:
             _BEFORE.clear()
         alive = [(order, seen_as, reference()) for order, seen_as, reference in self._found]
-        held = {
+        held: _Found = {
             order: (seen_as, v.why)
             for order, seen_as, v in alive
             if v is not None and (v.step is None or v.from_narrow)
         }
-        like = [one for one, orders in self._like if not orders]
-        settled = any(one[1] == held for one in like)
+        like = [one for one, left in self._like if not left]
+        settled = any({order: one[1][order] for order in one[2]} == held for one in like)
         others = [one for one in self._known if not any(one is another for another in like)]
-        _BEFORE[self._place] = self._passes + 1, [*others[1 - _MAX_LIKE :], (settled, held)]
+        found = settled, {**self._asked, **held}, list(held)
+        _BEFORE[self._place] = self._passes + 1, [*others[1 - _MAX_LIKE :], found]
