@@ -201,6 +201,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1,
 
 // Nodes show themselves in Python as those in Python do.
 using namespace torch::autograd;
+// A saved tensor as hooks have packed it, in the `data` of an object, as torch's own nodes have it.
 PyObject* raw_saved(PyObject* self, void* place) {
   HANDLE_TH_ERRORS
   const SavedVariable& saved = static_cast<Direct*>(leannorm::node_of(self))->saved[reinterpret_cast<intptr_t>(place)];
@@ -210,6 +211,7 @@ PyObject* raw_saved(PyObject* self, void* place) {
   return py::module_::import("types").attr("SimpleNamespace")(py::arg("data") = data).release().ptr();
   END_HANDLE_TH_ERRORS
 }
+// The call that made the node; `call_of` of fast.py reads it.
 PyObject* saved_how(PyObject* self, void*) {
   HANDLE_TH_ERRORS
   return static_cast<Direct*>(leannorm::node_of(self))->how().release().ptr();

@@ -40,6 +40,10 @@ struct Direct : Node {
     return kept;
   }
   bool needs(int input) const { return next_edge(input).is_valid(); }
+  // An operator's gradients of x, weight and bias, of which the first is always wanted.
+  variable_list gradients_in(Stack& stack) const {
+    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
+  }
 
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -91,7 +95,7 @@ struct Direct : Node {
 };
 
 // dy in the layout of x, which is dense.
-Tensor like(const Tensor& x, const Tensor& dy) {
+inline Tensor like(const Tensor& x, const Tensor& dy) {
   const Tensor same = dy.scalar_type() == x.scalar_type() ? dy : dy.to(x.scalar_type());
   if (x.is_contiguous()) return same.contiguous();
   return channels_last(same) ? same : same.movedim(1, -1).contiguous().movedim(-1, 1);
@@ -108,7 +112,7 @@ struct ChannelNorm final : Direct {
     Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
                            Tensor(), act, groups, false, false, Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
-    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
+    return gradients_in(stack);
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
@@ -139,9 +143,8 @@ struct ChannelAffine final : Direct {
     }
     Stack stack = needs(0) ? taken(act, int64_t(0), false, true, Tensor(), Tensor()) : taken(act, Tensor());
     if (!(needs(0) ? both : sums)(stack, by_triton)) return {};
-    const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
-    if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
-    return {Tensor(), gradient(1, 1), gradient(2, 0)};
+    if (needs(0)) return gradients_in(stack);
+    return {Tensor(), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 0) : Tensor()};
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
@@ -162,7 +165,7 @@ struct RowNorm final : Direct {
     Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
                            needs(1) || needs(2), 0.0, Tensor());
     if (!backward(stack, by_triton)) return {};
-    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
+    return gradients_in(stack);
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);

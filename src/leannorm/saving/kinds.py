@@ -103,9 +103,8 @@ def _named(node: Any) -> dict[str, Value | None]:
     packed = saved_by_function(node)
     if packed is None:
         raise UnlikeError  # it is saving, or others' hooks have them
-    return (
-        packed if isinstance(node, BackwardCFunction) else {name: packed[name] for name in NODES.fields(node)}
-    )
+    names = packed if isinstance(node, BackwardCFunction) else NODES.fields(node)
+    return {name: packed[name] for name in names}
 
 
 def _fields(node: Any) -> list[Value | None]:

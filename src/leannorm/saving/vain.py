@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from leannorm.saving.graph import kind_of
 from leannorm.saving.narrowed import POOLS
@@ -22,10 +23,20 @@ from leannorm.saving.values import Value
 _EVERY = 17  # passes of a place; a prime, so that each of those that take turns comes to be searched
 _MAX_PLACES, _MAX_LIKE = 64, 8
 
-_Found = dict[
-    int, tuple[Hashable, str | None]
-]  # by order of packing: kind of node and layout, why it is held
-_Pass = tuple[bool, _Found, list[int]]  # held the same twice? what it asked for, the orders of what it held
+_Held = dict[int, tuple[Hashable, str]]  # by order of packing: kind of node and layout, and why
+
+
+class _Pass(NamedTuple):
+    """What a pass asked for, kind of node and layout by order of packing, and what it held.
+
+    `settled`: held as in a pass before it.
+    """
+
+    asked: dict[int, Hashable]
+    held: _Held
+    settled: bool
+
+
 _BEFORE: dict[Hashable, tuple[int, list[_Pass]]] = {}  # by place: how many passes, and those that differ
 
 
@@ -36,9 +47,9 @@ class Vain:
         self._place, self._policy = place, policy
         self._passes, self._known = _BEFORE.get(place, (0, []))
         # those that this pass may be like, by what it has asked, and what each held next, the last first
-        self._like = [(one, one[2][::-1]) for one in self._known]
+        self._like = [(one, [*reversed(one.held)]) for one in self._known]
         self._found = list[tuple[int, Hashable, weakref.ref[Value]]]()
-        self._asked: _Found = {}
+        self._asked = dict[int, Hashable]()
         self._answer: str | None = None
 
     def told(self, order: int, seen_as: Hashable) -> str | None:
@@ -47,22 +58,22 @@ class Vain:
         Called from C++ too, and then again from Python.
         """
         if order not in self._asked:
-            self._asked[order] = seen_as, None
+            self._asked[order] = seen_as
             self._answer = self._told(order, seen_as)
         return self._answer
 
     def _told(self, order: int, seen_as: Hashable) -> str | None:
         alike = list[tuple[_Pass, list[int]]]()
-        for one, held in self._like:
-            if order in one[1] and one[1][order][0] == seen_as and (not held or held[-1] >= order):
-                if held and held[-1] == order:
-                    held.pop()
-                alike.append((one, held))
+        for one, left in self._like:
+            if one.asked.get(order) == seen_as and (not left or left[-1] >= order):
+                if left and left[-1] == order:
+                    left.pop()
+                alike.append((one, left))
         self._like = alike
-        whys = [one[1][order][1] for one, _ in alike]
-        if not whys or None in whys:  # where one of them has rebuilt it, this pass may, too
-            return None
-        return whys[-1] if alike[-1][0][0] and self._passes % _EVERY else None
+        if not alike or any(order not in one.held for one, _ in alike):
+            return None  # where one of them has rebuilt it, this pass may, too
+        newest = alike[-1][0]
+        return newest.held[order][1] if newest.settled and self._passes % _EVERY else None
 
     def note(
         self,
@@ -94,13 +105,13 @@ class Vain:
         if len(_BEFORE) >= _MAX_PLACES:
             _BEFORE.clear()
         alive = [(order, seen_as, reference()) for order, seen_as, reference in self._found]
-        held: _Found = {
+        held: _Held = {
             order: (seen_as, v.why)
             for order, seen_as, v in alive
             if v is not None and (v.step is None or v.from_narrow)
         }
         like = [one for one, left in self._like if not left]
-        settled = any({order: one[1][order] for order in one[2]} == held for one in like)
-        others = [one for one in self._known if not any(one is another for another in like)]
-        found = settled, {**self._asked, **held}, list(held)
+        asked = self._asked | {order: seen_as for order, (seen_as, _) in held.items()}
+        found = _Pass(asked, held, any(one.held == held for one in like))
+        others = [one for one in self._known if one not in like]
         _BEFORE[self._place] = self._passes + 1, [*others[1 - _MAX_LIKE :], found]
