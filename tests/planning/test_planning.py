@@ -78,6 +78,8 @@ def test_goals_are_kept_and_monotone(step):
                 assert made.point.held == made.least > share * lines.stock.held
         for before, after in pairwise(plans):
             assert after.point.held <= before.point.held
+    for before, after in pairwise(made.point for made in [plan(lines, Goal(overhead=0.0)), *plans]):
+        assert after.held + after.peak <= before.held + before.peak  # more time is spent on room alone
     for peaks in ((1.0, 0.9, 0.7, 0.5, 0.2), (2000, 1000, 500, 2)):
         plans = [plan(lines, Goal(peak=peak)) for peak in peaks]
         for before, after in pairwise(plans):

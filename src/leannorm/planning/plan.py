@@ -55,9 +55,20 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
         return Plan(point, stock, seconds, leanest.held, point.held <= most)
     if goal.overhead is not None:
         most = stock.seconds + goal.overhead * seconds
-        line = [p for p in line if p is stock or p.seconds <= most]
+        line = [p for p in _freeing(line) if p is stock or p.seconds <= most]
     rate = goal.worth * seconds / max(stock.held, 1) if goal.worth is not None else float("inf")
     return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, leanest.held, True)
+
+
+def _freeing(line: list[Outcome]) -> list[Outcome]:
+    """The points that leave more room than the one before, which is stock at first: fewer bytes are held, and
+    the peak rises by no more than those."""
+    found = line[:1]
+    for point in sorted(line[1:], key=lambda p: (p.seconds, p.held)):
+        last = found[-1]
+        if point.held < last.held and point.held + point.peak <= last.held + last.peak:
+            found.append(point)
+    return found
 
 
 def _cost(point: Outcome, rate: float) -> tuple[float, float]:

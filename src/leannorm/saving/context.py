@@ -49,7 +49,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             equal plans.
         overhead: in place of `budget`, the share of stock's step time that `lean` may cost, 0 or more:
             rebuilds and its own looking at tensors, by rates measured once on this device. As few bytes are
-            kept as that time allows.
+            kept as that time allows, where the peak rises by no more bytes than are kept less.
         peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
             stock's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what
             it saves, gradients, of weights too, what operations need; not what is there before it, such as
