@@ -72,6 +72,8 @@ _IN_ANY_LAYOUT = {
     ),
     *("LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0", "ConstantPadNdBackward0"),
 }
+_COPIES_FIRST = {"SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0"}
+"""Nodes whose kernels for CPUs and CUDA read a contiguous copy of whatever they get."""
 _CONTIGUOUS = torch.empty(())
 _WITHOUT_FLAGS = {"view", "copy"}  # kinds that move elements; any arithmetic may flush denormal numbers
 
@@ -213,6 +215,7 @@ class Search:
                 return None
             proved = proved and sure
         any_layout = step.in_any_layout or kind in _IN_ANY_LAYOUT
+        any_layout |= kind in _COPIES_FIRST and node._input_metadata[0].device.type in ("cpu", "cuda")
         step = step.told(flags, proved, told, any_layout)
         if step.depth > MOST_IN_A_ROW or step.runs > MOST_RUNS:
             self._too_deep = True
