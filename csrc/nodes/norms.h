@@ -22,7 +22,7 @@ constexpr const char* kRawNames[kSaved] = {"_raw_saved_x", "_raw_saved_mean", "_
 using Tensors = std::array<Tensor, kSaved>;
 
 // What the three nodes share: tensors that are saved, and a backward pass by kernels or by Python.
-struct Direct : Node {
+struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows it
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
   bool by_triton, has_bias;

@@ -5,6 +5,8 @@
 #include "flags.h"
 #include "sorts.h"
 
+#include <torch/csrc/autograd/function.h>
+
 #include <unordered_map>
 #include <unordered_set>
 
@@ -76,6 +78,9 @@ class Rebuild {
     PyObject* const flags = PyTuple_GET_ITEM(step, kFlags);
     if (flags_ == nullptr && flags != Py_None) flags_ = flags;
     if (flags != Py_None && flags != flags_) return false;
+    PyObject* const captured = PyTuple_GET_ITEM(step, kCaptured);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(captured); ++i)
+      if (const Tensor* const of = tensor_of(PyTuple_GET_ITEM(captured, i)); of != nullptr && of->_version() != 0) return false;
     PyObject* const inputs = PyTuple_GET_ITEM(step, kInputs);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i)
       if (!is_proved(PyTuple_GET_ITEM(inputs, i))) return false;
@@ -144,8 +149,11 @@ class Rebuild {
   std::unordered_map<PyObject*, Ref> at_hand_;  // what they are made of was not looked at, and must not be run
 };
 
-// Does no reader ask for more than tensors: neither a graph of the backward pass, nor autocast?
+// Does the reader ask for no more than a tensor to read: is it a node of torch's or ours (a user's may write into what
+// it has saved), with neither a graph of the backward pass nor autocast?
 inline bool reads_alone() {
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr || dynamic_cast<const torch::autograd::TraceableFunction*>(node.get()) == nullptr) return false;
   const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   return !at::GradMode::is_enabled() && (excluded & c10::autocast_dispatch_keyset) == c10::autocast_dispatch_keyset;
 }

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from lean_cases import assert_as_stock
 from test_lean_narrow import RMSNorm, assert_stock
 from torch import nn
 
@@ -167,3 +168,26 @@ def test_a_cast_of_a_bias_is_part_of_its_product(contiguous):
     hidden = [record for record in saved.records if record.shape[-1] == 128 and record.bytes > 2**12]
     assert len(hidden) >= 2
     assert all(record.rebuilt for record in hidden)
+
+
+def test_rows_behind_the_last_expert_are_nobodys(with_and_without_nodes):
+    """A grouped product leaves them as the memory was; once its kind is proved, a pass may have such rows."""
+
+    def fill(value):
+        for _ in range(3):
+            torch.full((2048, 64), value)
+
+    def program(context):
+        weight, found = (torch.randn(2, 32, 64) / 8).requires_grad_(), []
+        for used in (2048, 2048, 2048, 1024, 1024):
+            rows, offsets = torch.randn(2048, 32), torch.tensor([used // 2, used], dtype=torch.int32)
+            fill(-3.0)
+            with context():
+                loss = F.silu(torch._grouped_mm(rows, weight, offs=offsets))[:used].square().mean()
+            fill(7.0)
+            weight.grad = None
+            loss.backward()
+            found.append(weight.grad)
+        return found
+
+    assert_as_stock(program, recompute="conv")

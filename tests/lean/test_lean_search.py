@@ -79,7 +79,7 @@ def test_a_softmax_has_the_same_bits_in_any_layout(softmax, dtype):
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.preserve_format], ids=str)
 @pytest.mark.parametrize("attention", ["softmax", "log_softmax", "_safe_softmax", "masked product"])
-def test_a_bias_of_unknown_layout_is_tried_in_few_passes(attention, form, with_and_without_nodes, monkeypatch):
+def test_a_bias_of_unknown_layout_is_tried_a_few_times(attention, form, with_and_without_nodes, monkeypatch):
     """As of Swin, BEiT, CoAtNet: a table's rows by position, permuted and copied, which no node packs."""
     tried, each = [], trial._try
     monkeypatch.setattr(trial, "_try", lambda step, like: (tried.append(like.shape), each(step, like))[1])

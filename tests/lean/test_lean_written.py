@@ -245,3 +245,19 @@ def test_an_edit_after_it_was_saved_is_stocks_error():
                 hidden(lambda t: t.mul_(2), base if of_base else view)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
+
+
+def test_a_view_of_as_many_elements_is_not_the_whole(with_and_without_nodes):
+    """One that overlaps itself leaves a part of the base as it was."""
+
+    def program(context):
+        x, w = (torch.randn(4 * 1024, requires_grad=True) for _ in range(2))
+        for strides in 4 * [(2048, 1024, 1)] + 2 * [(2560, 512, 1)]:
+            x = torch.randn_like(x).requires_grad_()
+            with context():
+                base = x * 1.5
+                base.as_strided((2, 2, 1024), strides).relu_()
+                loss = (w * base).sum()
+            yield torch.autograd.grad(loss, w)[0]
+
+    assert_as_stock(program)

@@ -51,6 +51,7 @@ class PassHooks:
         _thread.open.pop()
         if not _thread.aside:
             _autograd._pop_saved_tensors_default_hooks()
+        _thread.aside = _thread.aside and bool(_thread.open)
 
     def _set(self) -> None:
         _autograd._push_saved_tensors_default_hooks(*self._hooks)

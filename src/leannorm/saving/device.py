@@ -33,7 +33,10 @@ def stream_of(tensor: Tensor) -> torch.Stream | None:
     """The stream on which this thread queues work for the tensor's device; None if the device has none."""
     if not asynchronous(tensor) or type(tensor) not in _PLAIN:
         return None
-    stream = torch.accelerator.current_stream(tensor.device)
+    try:
+        stream = torch.accelerator.current_stream(tensor.device)
+    except RuntimeError:  # not the accelerator, but a device such as XLA's
+        return None
     streams_used.setdefault(tensor.device, set()).add(stream)
     return stream
 

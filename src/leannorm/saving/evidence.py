@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm._errors import LeannormError
 from leannorm.autograd.nodes import NODES
-from leannorm.saving.shards import counter_of, local_of
+from leannorm.saving.shards import as_plain, counter_of, local_of
 
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
@@ -70,15 +70,21 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def sample_of(tensor: Tensor) -> bytes | None:
-    """The tensor's size and some of its bytes, spread over its memory; None if it is not on the CPU, has gaps
-    between its elements, or no memory (in forward-mode AD)."""
+    """The tensor's size and some of its bytes, spread over its memory; None if it is not on the CPU, has no
+    memory (in forward-mode AD), or gaps between its elements. A parameter with gaps is copied for this."""
     if type(tensor) not in _PLAIN:
         tensor = _own(tensor)
-    if NODES is not None:
-        found: bytes | None = NODES.sample(tensor)
-        return found
-    content = _content(tensor)
-    return None if content is None else tensor.numel().to_bytes(8, sys.byteorder) + content
+    content: bytes | None = _content(tensor) if NODES is None else NODES.sample(tensor)
+    if content is None and tensor.requires_grad and _has_gaps(tensor):
+        return sample_of(tensor.detach().contiguous())
+    if content is None or NODES is not None:
+        return content
+    return tensor.numel().to_bytes(8, sys.byteorder) + content
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    is_there = tensor.is_cpu and tensor.layout == torch.strided and type(tensor) in _PLAIN
+    return is_there and tensor.untyped_storage().nbytes() > 0 and not _fills_its_memory(tensor)
 
 
 def matches(sample: bytes | None, tensor: Tensor) -> bool:
@@ -119,9 +125,17 @@ def _decoded(content: bytes, nbytes: int, dtype: torch.dtype) -> Tensor:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """What this rank has of a DTensor."""
+    """What this rank has of a DTensor; the plain tensor of a subclass that has memory as any other."""
     local = local_of(tensor)
-    return tensor if local is None else local
+    if local is not None:
+        return local
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        return tensor
+    with as_plain(tensor):
+        return tensor.detach()
+
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _content(tensor: Tensor) -> bytes | None:

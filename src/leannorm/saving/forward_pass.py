@@ -103,9 +103,11 @@ class ForwardPass:
         self._ledger.close(() if self._small is None else self._small.kept)
 
     def forget(self) -> None:
-        """Let go of the nodes that prices were read from."""
+        """Let go of the nodes that prices were read from, and of what a small pass has held."""
         if self._packing is not None:
             self._packing.reads.made.clear()
+        if self._small is not None:
+            self._small.forget()
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""

@@ -200,7 +200,10 @@ def noted_in_view(node: Any) -> tuple[str, tuple[Any, ...]] | None:
 
 def note_in_view(tensor: torch.Tensor, node: Any, written: tuple[str, tuple[Any, ...]] | None) -> None:
     """`tensor`, whose node is an AsStrided, was just written in place by what is told."""
-    if written is not None and tensor._base is not None and tensor._base.numel() == tensor.numel():
+    base = tensor._base
+    if written is None or base is None or base.numel() != tensor.numel():
+        return
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         node.next_functions[0][0].metadata[_IN_VIEW] = written
 
 

@@ -136,9 +136,9 @@ class Ledger:
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
-    """Where the tensor's storage is, and its bytes; of a sparse tensor 0, and those of its values."""
+    """Where the tensor's storage is, and its bytes; of a sparse tensor 0, and those of its parts."""
     if tensor.layout != torch.strided:
-        return 0, tensor.nbytes
+        return 0, nbytes_of(tensor)
     if NODES is not None:
         found: tuple[int, int] = NODES.storage(tensor)
         return found

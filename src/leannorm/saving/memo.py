@@ -43,7 +43,7 @@ from leannorm.saving.search import (
 from leannorm.saving.steps import Step
 from leannorm.saving.values import MUCH_LARGER, Value
 
-_UNUSUAL = {SOFTMAX, "AsStridedBackward0", "CopySlices", ACCUMULATES, PASSES_ON, *POOLS}
+_UNUSUAL = {SOFTMAX, "AsStridedBackward0", "CopySlices", "GroupedMmBackward0", ACCUMULATES, PASSES_ON, *POOLS}
 
 _MEMOS: dict[Policy, _Memo] = {}
 on = True  # for tests

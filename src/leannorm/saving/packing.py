@@ -52,7 +52,7 @@ from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
-from leannorm.saving.shards import local_of, spec_of
+from leannorm.saving.shards import as_plain, local_of, spec_of
 from leannorm.saving.steps import Step
 from leannorm.saving.timeline import Reads
 from leannorm.saving.trial import layout, seconds
@@ -93,20 +93,21 @@ class Packing(CountingHook):
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen = self.search.provenance.order = self.seen + 1
-        try:
-            value = self._of_this_pass(self._pack(tensor, references, frame))
-            if self._makes_a_plan:
-                self.reads.note(tensor, value, references, frame)
-            return value
-        except EditedError:  # a tensor that the step would read was edited after its node read it
-            return self._of_this_pass(self._hold(tensor))
-        except FreedError:
-            value = self._hold(tensor, "" if tensor.grad_fn is None else kind_of(tensor.grad_fn))
-            value.why = reasons.SHARDED
+        with as_plain(tensor):
+            try:
+                value = self._of_this_pass(self._pack(tensor, references, frame))
+                if self._makes_a_plan:
+                    self.reads.note(tensor, value, references, frame)
+                return value
+            except EditedError:  # a tensor that the step would read was edited after its node read it
+                value = self._hold(tensor)
+            except FreedError:
+                value = self._hold(tensor, "" if tensor.grad_fn is None else kind_of(tensor.grad_fn))
+                value.why = reasons.SHARDED
+            except Exception as error:
+                self.reasons[reasons.failed(tensor, error)] += 1
+                value = self._hold(tensor)
             return self._of_this_pass(value)
-        except Exception as error:
-            self.reasons[reasons.failed(tensor, error)] += 1
-            return self._of_this_pass(self._hold(tensor))
 
     def _of_this_pass(self, value: Value) -> Value:
         if value.provenance is None:
@@ -392,8 +393,7 @@ class Packing(CountingHook):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
                     if value.from_narrow and value.step is not None and value.step.inputs:
-                        copy = copy_that(value.step).tensor
-                        value.if_held = 0 if copy is None else copy.nbytes
+                        value.if_held = getattr(copy_that(value.step).tensor, "nbytes", 0)
                     value.becomes(step, tensor)
                     value.seconds = spent
                     self._mark(value, tensor)

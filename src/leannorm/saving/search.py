@@ -214,6 +214,8 @@ class Search:
                 self._reasons[reasons.BENCHMARK] = 1
                 return None
             proved = proved and sure
+        if any(captured is not None and captured._version for captured in step.captured):
+            return None
         any_layout = step.in_any_layout or kind in _IN_ANY_LAYOUT
         any_layout |= kind in _COPIES_FIRST and node._input_metadata[0].device.type in ("cpu", "cuda")
         step = step.told(flags, proved, told, any_layout)
@@ -327,7 +329,8 @@ def _works_in_place(node: Any, kind: str) -> bool | None:
     """Did the node edit its first input? None where it does not tell."""
     if kind == "CopySlices":
         return True
-    if hasattr(type(node), "_saved_result") and is_saving(node, "result"):
+    is_newest = is_copied_to_edit(node, sequence_number())  # an older one was freed
+    if hasattr(type(node), "_saved_result") and is_newest and is_saving(node, "result"):
         return True  # what it has put out has a version above 0 already
     source = saved(node, "self") if hasattr(type(node), "_saved_self") else None
     if source is not None:

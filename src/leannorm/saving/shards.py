@@ -1,9 +1,10 @@
-"""DTensors: a value holds the local tensor of its rank, and how the ranks share it."""
+"""DTensors: a value holds the local tensor of its rank, and how the ranks share it. Other subclasses."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +57,18 @@ def counter_of(tensor: Tensor) -> Tensor | None:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of the tensor on this rank."""
+    """Bytes of the tensor on this rank; of a sparse one, of its values and where they are."""
     local = local_of(tensor)
-    return (tensor if local is None else local).nbytes
+    tensor = tensor if local is None else local
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+_AS_IT_IS = nullcontext()
+
+
+def as_plain(tensor: Tensor) -> AbstractContextManager[object]:
+    """Within, what a subclass of tensors does in `__torch_function__` is not done: it may change or refuse
+    the attributes and methods that are asked for."""
+    return _AS_IT_IS if type(tensor) in _PLAIN else torch._C.DisableTorchFunctionSubclass()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from leannorm.saving.evidence import is_parameter
-from leannorm.saving.shards import nbytes_of
+from leannorm.saving.shards import as_plain, nbytes_of
 
 SMALL = 4 << 20
 """Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""
@@ -59,13 +59,23 @@ class SmallPass:
         self.kept: list[Kept] = []
         self.nbytes = 0
 
+    def forget(self) -> None:
+        """Let go of the tensors, and of the pass, which holds this."""
+        self.kept.clear()
+        del self._pack_from_here
+
     def pack(self, tensor: Tensor) -> Any:
         """The tensor, detached, and its version; after `most` bytes, the result of the other hook."""
+        with as_plain(tensor):
+            return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Any:
         if self._pack is not None:
             return self._pack(tensor)
         of_parameter = is_parameter(tensor)
         if not of_parameter:
-            self.nbytes += tensor.nbytes if type(tensor) is Tensor else nbytes_of(tensor)
+            is_plain = type(tensor) is Tensor and not tensor.is_sparse
+            self.nbytes += tensor.nbytes if is_plain else nbytes_of(tensor)
         if self.nbytes > self._most:
             self._pack = self._pack_from_here(True)
             return self._pack(tensor)
@@ -78,10 +88,11 @@ class SmallPass:
 def read(kept: Kept) -> Tensor:
     """The tensor; raises autograd's error if it was edited in place."""
     tensor, version = kept
-    if tensor._version != version:
+    with as_plain(tensor):
+        if tensor._version == version:
+            return tensor
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
             f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
             f" {version} instead: edit a copy of it, or edit it after backward()"
         )
-    return tensor

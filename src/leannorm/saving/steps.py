@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.saving.evidence import EditedError
 from leannorm.saving.flags import Flags
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Owner(IntEnum):
 class Step(NamedTuple):
     """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
 
-    `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are
+    `captured` are small tensors that were copied, or statistics that the node keeps, none of them edited
+    (their versions are 0); `constants` are
     hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
     (also activations and casts), "scale", "sum", "added norm" (a sum in a norm's own pass), "product",
     "attention", "view" (shares its input's memory), "copy" (a view that may be copied into another layout) or
@@ -88,6 +90,11 @@ def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> 
     `flags` are the global flags that are set now; the step's flags are set where they differ.
     """
     tensors = [tensor for tensor, _ in inputs]
+    if any(captured is not None and captured._version for captured in step.captured):
+        raise EditedError(
+            "the statistics of a norm were edited in place between the forward and the backward pass, and"
+            " leannorm.lean() needs what they were: edit a copy of them, or edit them after backward()"
+        )
     function = step.in_place if step.in_place is not None and _may_overwrite(*inputs[0]) else step.function
     if step.flags is None or step.flags is flags:
         result = function(*tensors, *step.captured, *step.constants)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import gcd
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_dispatch_stack_at, _get_function_stack_at
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm.saving.device import asynchronous, capturing, synchronize
 from leannorm.saving.evidence import bits, sample_of
@@ -56,7 +58,7 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
     if isinstance(tensor, FakeTensor):
         return 0.0
     key = (key_of(step), seen_as, tensor.device)
-    is_proved, tried = proved(step), _SEEN.get(key)
+    is_proved, tried = proved(step) and not _under_modes(), _SEEN.get(key)
     speaks = tried is not None and tried.speaks_for(tensor)
     if tried is not None and speaks and (is_proved or tried.seconds is None):
         return tried.seconds
@@ -65,7 +67,7 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
             f"a step for shape {tuple(tensor.shape)} was not tried before this CUDA graph's capture: run"
             f" {_ENOUGH} forward and backward passes with the same settings and shapes before it"
         )
-    with torch.no_grad(), without_autocast():
+    with torch.no_grad(), without_autocast(), _without_modes():
         if tried is not None and speaks:  # compared, since it may read something else than its node read
             return tried.seconds if _is(_rebuilt(step, _packed(step)), tensor) else None
         middle = _middle(step)
@@ -83,7 +85,32 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
 def is_settled(step: Step, tensor: Tensor, seen_as: Hashable) -> bool:
     """Does it rebuild every tensor that is made and laid out like this one, without another trial?"""
     tried = _SEEN.get((key_of(step), seen_as, tensor.device))
-    return proved(step) and tried is not None and tried.seconds is not None and len(tried.on) == _ENOUGH
+    settled = proved(step) and not _under_modes()
+    return settled and tried is not None and tried.seconds is not None and len(tried.on) == _ENOUGH
+
+
+WATCHING = {"torch.utils.flop_counter._FlopCounterMode", "torch.utils._device.DeviceContext"}
+"""Modes that change no result, by the names of their classes."""
+
+
+def _under_modes() -> bool:
+    """May a mode of the program change what operations give? The backward pass may run outside of it."""
+    of_operators, of_functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+    if not (of_operators or of_functions):
+        return False
+    modes: list[Any] = [*map(_get_dispatch_stack_at, range(of_operators))]
+    modes += map(_get_function_stack_at, range(of_functions))
+    return any(f"{type(mode).__module__}.{type(mode).__qualname__}" not in WATCHING for mode in modes)
+
+
+def _without_modes() -> AbstractContextManager[object]:
+    """Turns the program's modes off, as a rebuild is to give what plain torch gives."""
+    if not _under_modes():
+        return _AS_IT_IS
+    stack = ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch._C.DisableTorchFunction())
+    return stack
 
 
 def _store(key: Hashable, tried: _Tried) -> None:

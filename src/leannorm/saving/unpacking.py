@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,10 @@ from torch import Tensor
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import device
 from leannorm.saving.flags import GETTERS, current
-from leannorm.saving.graph import Packed
+from leannorm.saving.graph import Packed, kind_of
 from leannorm.saving.rows import unbuilt
+from leannorm.saving.search import is_view_of_held
+from leannorm.saving.shards import as_plain
 from leannorm.saving.small import Kept, read
 from leannorm.saving.steps import Step
 from leannorm.saving.trial import without_autocast
@@ -24,8 +27,10 @@ def _unpack(value: Value | Kept) -> Tensor:
     if isinstance(value, tuple):
         return read(value)
     held = value.tensor if value.step is None and value.spec is None else None
-    if held is not None and held._version == value.version:
-        return held
+    if held is not None:
+        with as_plain(held):
+            if held._version == value.version:
+                return held
     if value.at_hand:
         tensor = value.read()
     elif value.in_rows and (stand_in := unbuilt(value)) is not None:
@@ -37,7 +42,20 @@ def _unpack(value: Value | Kept) -> Tensor:
             tensor = value.read(current())
     if value.original is not None:
         check_equal(tensor, value.original, value)
+    elif value.step is not None and not _reads_alone() and not _is_stocks(value.step):
+        tensor = tensor.clone()
     return value.shared(tensor)
+
+
+def _is_stocks(step: Step) -> bool:
+    """Is its result the memory that stock autograd would give the reader?"""
+    return step.kind == "held" or is_view_of_held(step)
+
+
+def _reads_alone() -> bool:
+    """Is the reader a node of torch's or ours? A user's function may write into what it has saved."""
+    node: Any = torch._C._current_autograd_node()
+    return node is not None and kind_of(node) not in ("", "CppFunction")
 
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack

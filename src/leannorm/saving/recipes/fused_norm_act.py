@@ -77,9 +77,9 @@ def matches_torch(act: str, dtype: torch.dtype) -> bool:
     if act not in ACTIVATIONS or CPU.why_not():
         return False
     with unset_fake_temporarily(), torch.no_grad():
-        x = torch.linspace(-9, 9, 6144, dtype=dtype).view(1, 3, 32, 64).clone()
-        x[0, :, 0, :5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
-        scale, shift = (torch.tensor(v, dtype=dtype) for v in ((1.0, 0.7, 0.5), (0.0, 0.3, -0.0)))
+        x = torch.linspace(-9, 9, 6144, dtype=dtype, device="cpu").view(1, 3, 32, 64).clone()
+        x[0, :, 0, :5] = x.new_tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
+        scale, shift = (x.new_tensor(v) for v in ((1.0, 0.7, 0.5), (0.0, 0.3, -0.0)))
         normalized, added = by_scale_and_shift(x, scale, shift), x.flip(2, 3).contiguous()
         stock = normalized, normalized + added
         ours = (_in_one_pass(x, residual, scale, shift, act) for residual in (None, added))
@@ -103,4 +103,6 @@ def _zero_and_one(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _constants(channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)
+    with unset_fake_temporarily():
+        zeros = torch.zeros(channels, dtype=dtype, device="cpu")
+    return zeros, zeros + 1

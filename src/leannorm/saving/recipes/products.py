@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.calls import CallArguments
+from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import constant, is_lost, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.steps import Step
@@ -151,6 +152,8 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     outputs = node._input_metadata[0].shape
     if a is None or b is None or is_lost(node, "offs") or _is_late(a, b, outputs):
         return None
+    if offsets is not None and not _fills(offsets, a, outputs):
+        return None
     sizes = _sizes(a, node, 0)
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
@@ -158,6 +161,15 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     flops, costly = 2 * sizes[-1] * prod(outputs), sizes[-1] > outputs[-1]
     dtype = (node._input_metadata[0].dtype,)
     return Step(_grouped_mm, inputs, (), dtype, kind="product", flops=flops, costly=costly)
+
+
+def _fills(offsets: Value, a: Value, outputs: torch.Size) -> bool:
+    """Are all values of the result computed? Behind the last expert's nobody writes; on a GPU, where asking
+    would make the host wait, nobody samples them."""
+    ends = offsets.look()
+    if len(outputs) != 2 or asynchronous(ends):
+        return True
+    return bool(ends[-1] == outputs[0 if len(a.shape if a.tensor is None else a.tensor.shape) == 2 else 1])
 
 
 def _sizes(value: Value, node: Any, i: int) -> torch.Size | None:

@@ -47,7 +47,7 @@ def written_in_a_view(node: Any, output: int, given: Given, like: Tensor | None)
     kind, dtype = kind_of(inner), node._input_metadata[0].dtype
     if dtype.is_complex or inner._input_metadata[0].dtype != dtype or not _is_within(view, base):
         return None
-    if kind in IN_PLACE and prod(view.shape) == prod(base.shape):
+    if kind in IN_PLACE and prod(view.shape) == prod(base.shape) and _covers(base, (view,)):
         return _activation(given(0), kind, tuple(constant(inner, name) for name in IN_PLACE[kind][2]))
     told = identity(inner)
     source = given(1) if told is not None and (kind in _SUMS or kind == _COPY) else None

@@ -1,0 +1,142 @@
+"""What lies around a pass: sparse tensors, the collector, modes of the program, other contexts."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lean_cases import assert_as_stock
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from leannorm import lean
+from leannorm.saving import small, trial
+
+top = torch._C._autograd._top_saved_tensors_default_hooks
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.parametrize("most", [-1, 1 << 30])
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta", "ignore:leannorm. .*pass saved less")
+def test_sparse_tensors_are_held_and_counted(layout, most, monkeypatch):
+    monkeypatch.setattr(small, "SMALL", most)
+    adjacency = (torch.rand(128, 128) < 0.1).float().to_sparse(layout=layout)
+
+    def program(context):
+        weights = [torch.randn(32, 32, requires_grad=True) for _ in range(2)]
+        x = torch.randn(128, 32)
+        for _ in range(3):
+            with context() as saved:
+                h = torch.relu(torch.sparse.mm(adjacency, x @ weights[0]))
+                loss = torch.sparse.mm(adjacency, h @ weights[1]).square().mean()
+            loss.backward()
+            assert (
+                saved is None or saved.kept_bytes >= adjacency.values().nbytes
+                if layout is torch.sparse_csr
+                else True
+            )
+        return [w.grad for w in weights]
+
+    assert_as_stock(program)
+
+
+@pytest.mark.parametrize("most", [-1, 1 << 30])
+def test_nothing_is_left_to_the_collector(most, monkeypatch):
+    monkeypatch.setattr(small, "SMALL", most)
+    x, w = torch.randn(64, 256), torch.randn(256, 256, requires_grad=True)
+
+    def step(context):
+        with context as saved:
+            y = torch.tanh(x @ w) * 2
+            loss = y.square().sum()
+        held = StorageWeakRef(y.untyped_storage())
+        loss.backward()
+        return held, saved
+
+    gc.collect()
+    gc.disable()
+    try:
+        for make in (nullcontext, lean):
+            found = [step(make()) for _ in range(4)]
+            assert all(held.expired() for held, _ in found)
+    finally:
+        gc.enable()
+
+
+class Rounded(TorchDispatchMode):
+    """Products, norms and activations of float32 in the precision of bfloat16."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is aten.native_layer_norm.default:
+            return (out[0].bfloat16().float(), *out[1:])
+        return out.bfloat16().float() if func in (aten.silu.default, aten.addmm.default) else out
+
+
+class RoundedFunctions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 1.0009765625 if func is F.silu else out
+
+
+def network():
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.SiLU(), nn.Linear(128, 64))
+
+
+@pytest.mark.parametrize("recompute", ["norm", "conv"])
+@pytest.mark.parametrize("mode", [Rounded, RoundedFunctions])
+def test_a_mode_of_the_program_may_change_what_operations_give(mode, recompute, with_and_without_nodes):
+    def program(context):
+        torch.manual_seed(1)
+        model, found = network(), []
+        for within in (
+            nullcontext,
+            nullcontext,
+            nullcontext,
+            mode,
+            mode,
+            mode,
+        ):  # what is known is of plain torch
+            with within(), context():
+                loss = model(torch.randn(512, 64)).square().mean()
+            model.zero_grad()
+            loss.backward()
+            found += [p.grad for p in model.parameters()]
+        return found
+
+    assert_as_stock(program, recompute=recompute)
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), lambda: torch.device("cpu")])
+def test_under_modes_that_only_watch_nothing_is_tried_anew(mode, monkeypatch):
+    model = network()
+    for i in range(5):
+        with monkeypatch.context() as patch, mode(), lean("conv") as saved:
+            if i == 4:
+                patch.setattr(trial, "_try", lambda *_: pytest.fail("tried"))
+                patch.setattr(trial, "_rebuilt", lambda *_: pytest.fail("compared"))
+            loss = model(torch.randn(512, 64)).square().mean()
+        loss.backward()
+    assert saved.rebuilt_bytes > 0
+
+
+def test_a_pass_may_end_where_torch_admits_no_hooks():
+    w = torch.randn(64, 64, requires_grad=True)
+    first = lean()
+    first.__enter__()
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("told"),
+        pytest.warns(UserWarning, match="admitted no"),
+    ):
+        first.__exit__(None, None, None)
+    assert top(True) is None
+    with lean():
+        loss = torch.tanh(w @ w).sum()
+    loss.backward()
+    assert top(True) is None
