@@ -91,11 +91,11 @@ class Positions {
  private:
   void find_rows(const uint8_t* valid, int64_t n) {
     for (int64_t i = 0; i < n;) {
-      const uint8_t* next = static_cast<const uint8_t*>(std::memchr(valid + i, 1, n - i));
-      if (next == nullptr) return;
-      const int64_t begin = next - valid;
-      next = static_cast<const uint8_t*>(std::memchr(valid + begin, 0, n - begin));
-      i = next == nullptr ? n : next - valid;
+      int64_t begin = i;
+      while (begin < n && valid[begin] == 0) ++begin;  // true is what is not 0, as in a view of other bytes
+      if (begin == n) return;
+      const void* const next = std::memchr(valid + begin, 0, n - begin);
+      i = next == nullptr ? n : static_cast<const uint8_t*>(next) - valid;
       rows_.push_back({begin, i});
     }
   }

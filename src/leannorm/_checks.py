@@ -144,17 +144,22 @@ def _can_be_updated(tensor: Tensor) -> bool:
 def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) -> None:
     if (mean is None) != (var is None):
         raise InputError("running_mean and running_var must both be given or both be None; one is None")
-    if training and mean is not None and var is not None and not _writable(mean, var):
-        name, statistic = ("running_var", var) if _writable(mean) else ("running_mean", mean)
-        raise InputError(
-            f"{name} is updated in place, so it must own its memory and need no gradient, got strides "
-            f"{statistic.stride()}, requires_grad={statistic.requires_grad}; pass {name}.detach().clone()"
-        )
+    if training and mean is not None and var is not None:
+        writable(running_mean=mean, running_var=var)
     if mean is None and not training:
         raise InputError(
             "evaluation needs running_mean and running_var, got None; "
             "pass them, or training=True to use the batch's own statistics"
         )
+
+
+def writable(**statistics: Tensor) -> None:
+    for name, statistic in statistics.items():
+        if not _writable(statistic):
+            raise InputError(
+                f"{name} is updated in place, so it must own its memory and need no gradient, got strides "
+                f"{statistic.stride()}, requires_grad={statistic.requires_grad}; pass {name}.detach().clone()"
+            )
 
 
 def more_than_one_value(input: Tensor, count: int) -> None:

@@ -132,6 +132,10 @@ def _checked(
             f"momentum must be in [0, 1], got {momentum}; here it weighs the old estimate: "
             "write 1 - momentum for torch's"
         )
+    if not is_infer:
+        _checks.writable(estimated_mean=estimated_mean, estimated_var=estimated_var)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, bias)):
+            _checks.may_be_kept(x=x, scale=scale, bias=bias)
     if isinstance(batch_id, int) and batch_id < 0:
         raise InputError(f"batch_id counts batches from 0, got {batch_id}; pass None to always use momentum")
     if not is_infer and not use_global_est:

@@ -39,9 +39,21 @@ def _check_norm(bn: torch.nn.Module, bn_type: type[_BatchNorm]) -> None:
         raise InputError(f"the norm must be of the whole batch, got {bn}; run that pair as two layers")
 
 
+def _check_conv(conv: torch.nn.Module, conv_type: type[_ConvNd]) -> None:
+    own = type(conv).forward, getattr(type(conv), "_conv_forward", None)
+    if own != (conv_type.forward, conv_type._conv_forward) or "forward" in vars(conv):
+        raise InputError(
+            f"the convolution must be a torch.nn.{conv_type.__name__} with its own forward, got"
+            f" {type(conv).__name__}, which may compute something else; run that pair as two layers"
+        )
+
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+
+
 def _check_hooks(*modules: torch.nn.Module) -> None:
     for module in modules:
-        if module._forward_pre_hooks or module._forward_hooks:
+        if any(getattr(module, hooks) for hooks in _HOOKS):
             raise InputError(
                 f"hooks on {type(module).__name__} would not run, as its forward is not called; put them on "
                 "the joined layer, use torch.nn.utils.parametrizations, or run the pair as two layers"
@@ -132,6 +144,7 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of `input` (N, C_in, ...), normalized: with batch statistics in training."""
         conv, bn = self.conv, self.bn
+        _check_conv(conv, self.conv_type)
         _check_norm(bn, self.bn_type)
         _check_hooks(conv, bn)
         if quantizing(input) and self.eps_mode == "inside":

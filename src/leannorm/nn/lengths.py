@@ -49,7 +49,8 @@ def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Ten
             f"conv_lengths knows convolutions and poolings of torch.nn, got {type(layer).__name__}; ask it "
             "of each such layer in turn, and leave out those that keep the length"
         )
-    kernel, stride, dilation = (_last(getattr(conv, n, 1)) for n in ("kernel_size", "stride", "dilation"))
+    kernel, dilation = _last(conv.kernel_size), _last(getattr(conv, "dilation", 1))
+    stride = kernel if conv.stride is None else _last(conv.stride)
     reach = dilation * (kernel - 1) + 1  # of one output
     if isinstance(conv, _TRANSPOSED):
         both = 2 * _last(conv.padding)

@@ -117,9 +117,16 @@ def _cumulative(layer: _BatchNorm, x: Tensor) -> Tensor:
 
 @contextmanager
 def _modes_restored(model: torch.nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
+    before = [(module, module.training, _told(module).copy()) for module in model.modules()]
     try:
         yield
     finally:
-        for module, training in before:
+        for module, training, told in before:
             module.training = training
+            _told(module).update(told)
+
+
+def _told(module: torch.nn.Module) -> dict[str, Any]:
+    """What stands in the place of the module's `train` remembers of its mode, as `freeze` puts it there."""
+    own: dict[str, Any] = getattr(vars(module).get("train"), "__dict__", {})
+    return own

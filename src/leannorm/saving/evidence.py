@@ -75,7 +75,7 @@ def sample_of(tensor: Tensor) -> bytes | None:
     if type(tensor) not in _PLAIN:
         tensor = _own(tensor)
     content: bytes | None = _content(tensor) if NODES is None else NODES.sample(tensor)
-    if content is None and tensor.requires_grad and _has_gaps(tensor):
+    if content is None and tensor.requires_grad and tensor.is_leaf and _has_gaps(tensor):
         return sample_of(tensor.detach().contiguous())
     if content is None or NODES is not None:
         return content

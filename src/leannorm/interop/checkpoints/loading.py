@@ -124,6 +124,8 @@ def load(
     for slot, key in pairing.pairs:
         factor = factors.get(slot.module_name, 1.0)
         value = _value(slot, key, checkpoint.tensors[key], theirs, factor, problems)
+        if slot.tensor.is_inference() or torch._debug_has_internal_overlap(slot.tensor) == 1:
+            problems.append(f"{slot.key} cannot be written: it is expanded or of inference mode; clone it")
         first = values.setdefault(id(slot.tensor), (slot, key, value))
         if first[2] is not value and not torch.equal(first[2], value):
             problems.append(f"{first[0].key} and {slot.key} are one tensor here, {first[1]} and {key} differ")

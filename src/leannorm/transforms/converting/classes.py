@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from leannorm import nn
 from leannorm._catalog import OURS, name_of
-from leannorm.transforms.converting.frozen import FrozenBatchNorm2d
 from leannorm.transforms.converting.norm_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
@@ -48,7 +47,6 @@ KNOWN: dict[str, Entry] = {name_of(torchs): Entry(ours) for torchs, ours in OURS
     "timm.layers.norm_act.RmsNormAct": Entry(RMSNormThenAct),
     "timm.layers.norm_act.RmsNormAct2d": Entry(RMSNormThenAct, CHANNELS),
     "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
-    "torchvision.ops.misc.FrozenBatchNorm2d": Entry(FrozenBatchNorm2d),
 }
 
 
@@ -61,6 +59,8 @@ def why_not(module: Module) -> str | None:
         return f"its momentum is {momentum}, ours takes 0 to 1"
     if eps is not None and (eps < 0 or (eps == 0 and isinstance(module, _BatchNorm))):
         return f"its eps is {eps}, ours must be positive"
+    if any(p is not None and p.is_complex() for p in module._parameters.values()):
+        return "its parameters are complex"
     if getattr(module, "_fast_norm", False):
         return "timm's fast norm casts under autocast, ours does not; call set_fast_norm(False) before"
     return None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
 from leannorm import _checks
 from leannorm._catalog import TORCHS, name_of, norms_of, torchs_kind
@@ -291,7 +292,9 @@ def _to_torch(model: Module, left: dict[str, list[str]]) -> None:
 
 @takes_back
 def _undo_swap(module: Module) -> bool:
-    """Undo the layer's last swap; False if there is none."""
+    """Undo the layer's last swap; False if there is none, or if a parametrization has changed its class."""
+    if is_parametrized(module):
+        return False
     swapped: Swapped | None = vars(module).pop(_SWAPPED, None)
     before = getattr(type(module), "unfused", None)
     if swapped is not None:

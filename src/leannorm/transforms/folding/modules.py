@@ -63,6 +63,11 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
     others = [
         n for n in graph.nodes if n.op == "call_function" and n not in inside and path in _scopes(n) and path
     ]
+    if not all(path in _scopes(match.norm.node) for match in own):
+        return "its tensors are read by another module's forward"
+    its_own = (n for n in graph.nodes if n.op == "get_attr" and owner(n) == path)
+    if any(user not in inside for n in its_own for user in n.users):
+        return "its tensors are also read without it"
     more = bool(others) or not all(match.norm.only_normalizes for match in own)
     if (more and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
         return f"{type(norm).__name__} does more than normalize"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
 import types
@@ -138,12 +139,26 @@ def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
     return Formula(inputs, reads, tuple(functions), constants, tensors, sizes, "cpu", fits)
 
 
-def _constants(function: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The numbers and words among the globals that a function reads."""
-    for name in function.__code__.co_names:
+def _constants(function: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The globals that a function reads, and those of the functions among them, but for whole modules.
+
+    Raises `UnknownFormError` for an object that may change within, such as a configuration.
+    """
+    for name in {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}:
         value = function.__globals__.get(name)
-        if isinstance(value, (bool, int, float, str)):
+        is_users = isinstance(value, types.FunctionType) and not value.__module__.startswith("torch.")
+        if is_users and value not in (*seen, function):
+            yield from _constants(value, (*seen, function))
+        if name in function.__globals__ and not isinstance(value, types.ModuleType):
+            if not (isinstance(value, (bool, int, float, str, torch.dtype)) or _is_fixed(value)):
+                raise UnknownFormError(f"it reads the global {name}, which may change")
             yield function.__globals__, name, value
+
+
+def _is_fixed(value: Any) -> bool:
+    """Is it a function, or a class of torch's or Python's, whose attributes nobody sets?"""
+    of_library = value.__module__.partition(".")[0] in ("torch", "builtins") if callable(value) else False
+    return of_library if isinstance(value, type) else callable(value)
 
 
 def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:

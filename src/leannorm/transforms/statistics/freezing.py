@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module, Parameter
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
 from leannorm._catalog import norms_of
@@ -134,6 +135,12 @@ def freeze(
             "match must be true of a norm layer with running statistics, it is of none; their names are "
             + names
             + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        )
+    lazy = next((layer for layer in chosen if isinstance(layer, LazyModuleMixin)), None)
+    if lazy is not None:
+        raise InputError(
+            f"freeze needs layers that know their sizes, got a {type(lazy).__name__} before its first batch;"
+            " run the model once"
         )
     if not layers:
         _warn("freeze", model, False)

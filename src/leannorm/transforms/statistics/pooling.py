@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from leannorm import _checks
@@ -34,6 +36,7 @@ from leannorm.functional.valid import valid_positions
 from leannorm.nn._layer import Layer
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
+from leannorm.saving.evidence import bits
 
 
 def _inside_convolutions(model: Module) -> set[Module]:
@@ -238,9 +241,29 @@ def _merge_ranks(pool: Pool, group: str, layer: str) -> None:
     pool.counts = torch.stack((total[-1], values))
 
 
+class _Inputs(TorchFunctionMode):
+    """What torch's function normalizes for layers with a forward of their own, which may change their input.
+
+    `readers`: by the `id` of a layer's running mean, what is called with the function's input.
+    """
+
+    def __init__(self, readers: Mapping[int, Callable[..., None]]) -> None:
+        super().__init__()
+        self._readers = readers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.batch_norm:
+            x, mean, *_ = args
+            if id(mean) in self._readers:
+                self._readers[id(mean)]((x,), {})
+        return func(*args, **(kwargs or {}))
+
+
 def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_BatchNorm, Pool]) -> Any:
     """Run the model on all batches, adding to the pools; the exception that ended it, if one did."""
-    inside, run = _inside_convolutions(model), forward or call_for(batches)
+    collecting, run = _inside_convolutions(model), forward or call_for(batches)
+    subclasses = [layer for layer in pools if not type(layer).__module__.startswith(("torch.", "leannorm."))]
+    collecting |= {layer for layer in subclasses if isinstance(layer, Layer)}
 
     def add(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")
@@ -250,15 +273,19 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
             moments = pick(x).channel_moments(x, mask=None if valid is None else valid.mask)
             merge_into(pools[layer], moments)  # type: ignore[index]
 
+    seen = _Inputs(
+        {id(layer.running_mean): partial(add, layer) for layer in subclasses if layer not in collecting}
+    )
     handles = [
-        layer.register_forward_pre_hook(add, prepend=True, with_kwargs=True)
+        layer.register_forward_pre_hook(add, with_kwargs=True)  # behind the layer's own
         for layer in pools
-        if layer not in inside
+        if not (layer in collecting or layer in subclasses)
     ]
     try:
         with (
             join(model),
-            _collecting({layer: pool for layer, pool in pools.items() if layer in inside}),
+            _collecting({layer: pool for layer, pool in pools.items() if layer in collecting}),
+            seen,
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
         ):
@@ -298,7 +325,9 @@ def _buffers_restored(model: Module) -> Iterator[None]:
                 module._buffers.clear()
                 module._buffers.update(buffers)
             for buffer, value in values:
-                buffer.copy_(value)
+                written = value.layout != torch.strided or not torch.equal(bits(buffer), bits(value))
+                if written:  # one that cannot be written was not
+                    buffer.copy_(value)
 
 
 def _statistics(name: str, layer: _BatchNorm, pool: Pool) -> tuple[Tensor, Tensor, int, int]:
