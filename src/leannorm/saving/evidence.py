@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from ctypes import string_at
 
 import torch
@@ -96,7 +97,8 @@ _ROUNDING = 2**-6  # of the largest sampled value; four units in the last place 
 
 
 def near(sample: bytes | None, tensor: Tensor) -> bool:
-    """Do the sampled values differ by rounding alone, as where a library has chosen another kernel?"""
+    """Do the sampled values differ by rounding alone, as where a library has chosen another kernel? If they
+    do, it is warned of."""
     other = sample_of(tensor)
     if sample is None or other is None:
         return True
@@ -107,7 +109,17 @@ def near(sample: bytes | None, tensor: Tensor) -> bool:
     if len(a) != len(b):  # one repeats a value in the first runs, and has more of them
         a, b = (values[: min(len(a), len(b))] for values in (a, b))
     largest = torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0).max() if len(a) else 0.0
-    return torch.allclose(a, b, 0, _ROUNDING * float(largest), equal_nan=True)
+    rounded = torch.allclose(a, b, 0, _ROUNDING * float(largest), equal_nan=True)
+    if rounded and not torch.allclose(a, b, 0, 0, equal_nan=True):  # NaNs may have other payloads
+        warnings.warn(_ROUNDED, UserWarning, stacklevel=2)
+    return rounded
+
+
+_ROUNDED = (
+    "leannorm: what lean() has rebuilt differs from what was saved, as by rounding: a library has chosen"
+    " another kernel, or a tensor was edited a little where autograd does not see it. The gradients of this"
+    " step are not bit for bit those without lean(); lean(verify=True) names the layer"
+)
 
 
 def _decoded(content: bytes, nbytes: int, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import device
@@ -16,9 +17,9 @@ from leannorm.saving.rows import unbuilt
 from leannorm.saving.search import is_view_of_held
 from leannorm.saving.shards import as_plain
 from leannorm.saving.small import Kept, read
-from leannorm.saving.steps import Step
+from leannorm.saving.steps import Step, share_memory
 from leannorm.saving.trial import without_autocast
-from leannorm.saving.values import COPIED_PART, Value
+from leannorm.saving.values import COPIED_PART, Value, behind
 from leannorm.saving.verify import check_equal
 
 
@@ -42,7 +43,7 @@ def _unpack(value: Value | Kept) -> Tensor:
             tensor = value.read(current())
     if value.original is not None:
         check_equal(tensor, value.original, value)
-    elif value.step is not None and not _reads_alone() and not _is_stocks(value.step):
+    elif value.step is not None and not (_only_reads() or _is_stocks(value.step) or _is_alone(value, tensor)):
         tensor = tensor.clone()
     return value.shared(tensor)
 
@@ -52,10 +53,21 @@ def _is_stocks(step: Step) -> bool:
     return step.kind == "held" or is_view_of_held(step)
 
 
-def _reads_alone() -> bool:
-    """Is the reader a node of torch's or ours? A user's function may write into what it has saved."""
+def _is_alone(value: Value, tensor: Tensor) -> bool:
+    """Does nothing else share the memory of what was rebuilt?"""
+    for one in behind([value]):
+        captured = () if one.step is None else one.step.captured
+        if any(share_memory(other, tensor) for other in (one.tensor, one._rebuilt, *captured)):
+            return False
+    return True
+
+
+def _only_reads() -> bool:
+    """Is the reader a node or a function of torch's or ours? A user's may write into what it has saved."""
     node: Any = torch._C._current_autograd_node()
-    return node is not None and kind_of(node) not in ("", "CppFunction")
+    if isinstance(node, BackwardCFunction):
+        return bool(node._forward_cls.__module__.startswith(("torch.", "leannorm.")))  # type: ignore[attr-defined]
+    return node is not None and kind_of(node) != "CppFunction"
 
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack
