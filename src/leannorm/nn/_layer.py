@@ -15,6 +15,9 @@ from torch import Tensor, fx
 from leannorm._errors import InputError
 from leannorm.functional.valid import Lengths
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""Where a module keeps what runs around its calls."""
+
 _TAKES_BACK: list[Callable[[torch.nn.Module], bool]] = []
 
 

@@ -15,7 +15,7 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.functional.conv import EPS_MODES, conv_batch_norm
 from leannorm.nn._base import BatchNormBase
-from leannorm.nn._layer import Layer, quantizing
+from leannorm.nn._layer import HOOKS, Layer, quantizing
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
@@ -48,12 +48,9 @@ def _check_conv(conv: torch.nn.Module, conv_type: type[_ConvNd]) -> None:
         )
 
 
-_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-
-
 def _check_hooks(*modules: torch.nn.Module) -> None:
     for module in modules:
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        if any(getattr(module, hooks) for hooks in HOOKS):
             raise InputError(
                 f"hooks on {type(module).__name__} would not run, as its forward is not called; put them on "
                 "the joined layer, use torch.nn.utils.parametrizations, or run the pair as two layers"

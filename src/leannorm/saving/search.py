@@ -329,7 +329,7 @@ def _works_in_place(node: Any, kind: str) -> bool | None:
     """Did the node edit its first input? None where it does not tell."""
     if kind == "CopySlices":
         return True
-    is_newest = is_copied_to_edit(node, sequence_number())  # an older one was freed
+    is_newest = node._sequence_nr() + 1 == sequence_number()  # an older one that has no result was freed
     if hasattr(type(node), "_saved_result") and is_newest and is_saving(node, "result"):
         return True  # what it has put out has a version above 0 already
     source = saved(node, "self") if hasattr(type(node), "_saved_self") else None

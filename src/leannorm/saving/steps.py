@@ -31,16 +31,15 @@ class Step(NamedTuple):
     """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
 
     `captured` are small tensors that were copied, or statistics that the node keeps, none of them edited
-    (their versions are 0); `constants` are
-    hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
-    (also activations and casts), "scale", "sum", "added norm" (a sum in a norm's own pass), "product",
-    "attention", "view" (shares its input's memory), "copy" (a view that may be copied into another layout) or
-    "held" (unpacked by others' hooks). `flops` are those of a rebuild; it is `costly` if that is much for
-    what it frees. `then(step, act[, added])`: the step with an activation, a cast (`act` is a dtype) or
-    the addition of a value in the same pass, or None. `flags` are the global flags under which the node ran.
-    `proved` is False where the step may read something else than the node read: then it is compared
-    every time. `identity` is all that the node tells of its operation. `spec`: the result is
-    the local tensor of a DTensor, shared so.
+    (their versions are 0); `constants` are hashable. `in_place` computes the same in the memory of the first
+    input. Policies decide by `kind`: "norm" (also activations and casts), "scale", "sum", "added norm" (a sum
+    in a norm's own pass), "product", "attention", "view" (shares its input's memory), "copy" (a view that may
+    be copied into another layout) or "held" (unpacked by others' hooks). `flops` are those of a rebuild; it
+    is `costly` if that is much for what it frees. `then(step, act[, added])`: the step with an activation, a
+    cast (`act` is a dtype) or the addition of a value in the same pass, or None. `flags` are the global flags
+    under which the node ran. `proved` is False where the step may read something else than the node read:
+    then it is compared every time. `identity` is all that the node tells of its operation. `spec`: the result
+    is the local tensor of a DTensor, shared so.
     `tells_layout` is False where a node may have put out another layout than the step does; `in_any_layout`:
     the result's bits depend on no layout. `depth` counts the steps in a row from held tensors on, `runs`
     those that must run for it from packed tensors on, one that is read twice twice.

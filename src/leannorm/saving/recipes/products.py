@@ -152,10 +152,10 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     outputs = node._input_metadata[0].shape
     if a is None or b is None or is_lost(node, "offs") or _is_late(a, b, outputs):
         return None
-    if offsets is not None and not _fills(offsets, a, outputs):
-        return None
     sizes = _sizes(a, node, 0)
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
+        return None
+    if offsets is not None and not _fills(offsets, len(sizes), outputs):
         return None
     inputs = (a, b) if offsets is None else (a, b, offsets)
     flops, costly = 2 * sizes[-1] * prod(outputs), sizes[-1] > outputs[-1]
@@ -163,13 +163,14 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     return Step(_grouped_mm, inputs, (), dtype, kind="product", flops=flops, costly=costly)
 
 
-def _fills(offsets: Value, a: Value, outputs: torch.Size) -> bool:
+def _fills(offsets: Value, dims: int, outputs: torch.Size) -> bool:
     """Are all values of the result computed? Behind the last expert's nobody writes; on a GPU, where asking
-    would make the host wait, nobody samples them."""
+    would make the host wait, nobody samples them. `dims`: of the first factor, whose rows are cut where it
+    has two; else the columns of the second are."""
     ends = offsets.look()
     if len(outputs) != 2 or asynchronous(ends):
         return True
-    return bool(ends[-1] == outputs[0 if len(a.shape if a.tensor is None else a.tensor.shape) == 2 else 1])
+    return bool(ends[-1] == outputs[0 if dims == 2 else 1])
 
 
 def _sizes(value: Value, node: Any, i: int) -> torch.Size | None:

@@ -10,14 +10,13 @@ from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
 from leannorm._catalog import name_of
+from leannorm.nn._layer import HOOKS
 from leannorm.nn.act import BatchNormActBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.converting.norm_act import BatchNorm2dThenAct
 from leannorm.transforms.folding.arithmetic import into_layer_after, into_layer_before
 from leannorm.transforms.folding.graph import affine_of, all_variables, owner
 from leannorm.transforms.folding.match import Fold, LinearCall, Skip
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fold_modules(
@@ -91,7 +90,7 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
             if tensor is not None:
                 names.setdefault(id(tensor), set()).add(id(module))
     for where, module in modules.items():
-        if any(getattr(module, hooks) for hooks in _HOOKS):
+        if any(getattr(module, hooks) for hooks in HOOKS):
             return f"{where} has hooks, which would see other values"
         if torch.nn.utils.parametrize.is_parametrized(module):
             return f"{where} is parametrized"

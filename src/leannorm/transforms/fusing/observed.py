@@ -10,18 +10,15 @@ from torch.nn import Module
 from torch.nn.modules import module as _module
 from torch.overrides import _get_current_function_mode_stack
 
+from leannorm.nn._layer import HOOKS
+
 
 def has_hooks(module: Module) -> bool:
     """Has the module hooks? Those marked `sees_nothing` do not count: they ignore inputs and outputs."""
     return any(
         not getattr(hook, "sees_nothing", False)
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        for hook in hooks.values()
+        for hooks in HOOKS
+        for hook in getattr(module, hooks).values()
     )
 
 

@@ -146,7 +146,8 @@ def _constants(function: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[dict
     """
     for name in {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}:
         value = function.__globals__.get(name)
-        is_users = isinstance(value, types.FunctionType) and not value.__module__.startswith("torch.")
+        of_torch = str(getattr(value, "__module__", "")).startswith("torch.")
+        is_users = isinstance(value, types.FunctionType) and not of_torch
         if is_users and value not in (*seen, function):
             yield from _constants(value, (*seen, function))
         if name in function.__globals__ and not isinstance(value, types.ModuleType):
@@ -157,8 +158,9 @@ def _constants(function: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[dict
 
 def _is_fixed(value: Any) -> bool:
     """Is it a function, or a class of torch's or Python's, whose attributes nobody sets?"""
-    of_library = value.__module__.partition(".")[0] in ("torch", "builtins") if callable(value) else False
-    return of_library if isinstance(value, type) else callable(value)
+    if not isinstance(value, type):
+        return callable(value)
+    return value.__module__.partition(".")[0] in ("torch", "builtins")
 
 
 def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:
