@@ -72,6 +72,7 @@ class MomentPartials {
  private:
   // Of a block: its means, and behind them the other sums.
   void add(const ChannelKernels& kernels, const Block& block, const char* x, double* mean) const {
+    if (cut_.columns && count_of(block) == 1) return take_row(x, statistics_of(cut_, block), mean);
     if (type_ == kDouble) return add_wide(kernels, block, x, mean);
     const bool alone = cut_.columns || block.statistics == 1;
     const int64_t missed = add_fast(kernels, block, x, mean, alone ? 2 : 1);
@@ -90,7 +91,7 @@ class MomentPartials {
   void add_wide(const ChannelKernels& kernels, const Block& block, const char* x, double* mean) const {
     const int64_t slots = statistics_of(cut_, block), count = count_of(block);
     double *const m2 = mean + size_, *const sum = m2 + size_;
-    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j * (cut_.columns ? block.each : block.length));
+    for (int64_t j = 0; j < slots; ++j) mean[j] = first_value(block, x, j);
     for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
       for (int64_t j = 0; j < slots; ++j)
         if (!std::isfinite(mean[j])) mean[j] = 0;  // no difference from it is a number
@@ -131,21 +132,49 @@ class MomentPartials {
       std::fill_n(sum, slots, 0.0);
       std::fill_n(m2, slots, 0.0);
       moments(x, block, mean, sum, m2);
-      int64_t near = 0, in_range = 0;
+      int64_t near = 0, in_range = 0, constant = 0;
       for (int64_t j = 0; j < slots; ++j) {
         const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
         mean[j] += rest;
         m2[j] = square - between;
         const int64_t ranges = int64_t(square < 1e30) & int64_t(square > least);
         const int64_t nears = int64_t(between < 4 * (square - between));
+        const int64_t zero = int64_t(square == 0) & int64_t(sum[j] == 0);
         in_range += ranges;
         near += nears;
-        sum[j] = double(ranges & nears);
+        constant += zero;
+        sum[j] = double((ranges & nears) + 2 * zero);
+      }
+      // One value, as behind a ReLU, or values that differ by less than 4e-23 and whose variance no eps would show.
+      for (int64_t j = 0; constant > 0 && j < slots; ++j) {
+        if (sum[j] != 2) continue;
+        const int64_t is_first = mean[j] == first_value(block, x, j);
+        sum[j] = double(is_first), near += is_first, in_range += is_first;
       }
       if (near == slots && in_range == slots) return 0;
       if (in_range != slots || guesses == 1) return slots;
       for (int64_t j = 0; j < slots; ++j) mean[j] = float(mean[j]);
     }
+  }
+
+  // A row: each statistic is of one value.
+  void take_row(const char* x, int64_t slots, double* mean) const {
+    switch (type_) {
+      case kFloat: return take_row(reinterpret_cast<const float*>(x), slots, mean);
+      case kDouble: return take_row(reinterpret_cast<const double*>(x), slots, mean);
+      case kBFloat16: return take_row(reinterpret_cast<const c10::BFloat16*>(x), slots, mean);
+      default: return take_row(reinterpret_cast<const c10::Half*>(x), slots, mean);
+    }
+  }
+  template <class T> void take_row(const T* x, int64_t slots, double* mean) const {
+    double* const m2 = mean + size_;
+    for (int64_t j = 0; j < slots; ++j) mean[j] = x[j];
+    for (int64_t j = 0; j < slots; ++j) m2[j] = mean[j] - mean[j];  // NaN where it is not finite
+    if (type_ == kDouble) std::fill_n(left_of(mean), slots, 0.0);
+  }
+
+  double first_value(const Block& block, const char* x, int64_t slot) const {
+    return value_at(type_, x, slot * (cut_.columns ? block.each : block.length));
   }
 
   // The mean of a few values from all over a statistic's planes: one alone may be far from the mean of all.
@@ -206,13 +235,14 @@ struct Statistics {
   void join(const MomentPartials::Merged& of, double* means, double* squares, int64_t statistics) const {
     std::fill_n(means, statistics, 0.0);
     std::fill_n(squares, statistics, 0.0);
-    const auto share = [&](int64_t slot) { return double(of.count + (slot < of.with_tail)); };
-    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) { means[i] += of.mean[slot] * (share(slot) / double(count)); });
+    const double counts[] = {double(of.count), double(of.count + 1)};
+    const double shares[] = {counts[0] / double(count), counts[1] / double(count)};
+    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) { means[i] += of.mean[slot] * shares[slot < of.with_tail]; });
     std::vector<double> rest(statistics);  // what rounding left of the mean
     cut.each_slot(of.slots, [&](int64_t slot, int64_t i) {
       const double difference = (of.mean[slot] - means[i]) + (of.left == nullptr ? 0.0 : of.left[slot]);
-      squares[i] += of.m2[slot] + difference * difference * share(slot);
-      rest[i] += difference * (share(slot) / double(count));
+      squares[i] += of.m2[slot] + difference * difference * counts[slot < of.with_tail];
+      rest[i] += difference * shares[slot < of.with_tail];
     });
     for (int64_t i = 0; i < statistics; ++i)
       if (std::isfinite(rest[i])) means[i] += rest[i];  // else the mean is no finite number already

@@ -250,13 +250,22 @@ class MaskedPartials {
     }
     for (int guess = 0; guess < 2; ++guess) {
       add_up(false, count);
-      int64_t near = 0, in_range = 0;
+      int64_t near = 0, in_range = 0, constant = 0;
       for (int64_t j = 0; j < slots_; ++j) {
         const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
         mean[j] += rest;
         m2[j] = square - between;
+        const int64_t zero = int64_t(square == 0) & int64_t(sum[j] == 0);
         in_range += int64_t(square < 1e30) & int64_t(square > least);
         near += int64_t(between < 4 * (square - between));
+        constant += zero;
+        sum[j] = double(zero);
+      }
+      if (constant > 0) {
+        std::vector<double> firsts(slots_);
+        guess_one(of, x, firsts.data());
+        for (int64_t j = 0; j < slots_; ++j)
+          if (sum[j] == 1 && mean[j] == firsts[j]) ++near, ++in_range;
       }
       if (in_range != slots_) return false;
       if (near == slots_) return true;

@@ -29,6 +29,8 @@ struct Groups {
     if (!v) return;
     const int64_t rows = x.sizes()[0], groups = v->sizes()[0], step = v->strides()[0];
     const bool narrow = v->scalar_type() != compute_type(x);
+    STD_TORCH_CHECK(v->dim() == 2 && v->sizes()[1] == x.sizes()[1] && (v->sizes()[1] == 1 || v->strides()[1] == 1) && groups > 0 && rows % groups == 0,
+                    "leannorm: lines must be (groups, kept), groups of equal size, each line contiguous");
     STD_TORCH_CHECK(!narrow || (v->scalar_type() == x.scalar_type() && groups == rows), "leannorm: lines of another type");
     each = rows / groups, bytes = step * v->element_size();
     lines = {data(*v), each > 1 ? 0 : step, narrow};
@@ -158,8 +160,16 @@ std::tuple<Tensor, Tensor> row_gate_backward(const Tensor& dtotal, const Optiona
 // x as rows that are lines of memory, of the input's dtype. One row's step may be anything.
 int64_t step(const Tensor& v) { return v.sizes()[0] > 1 ? v.strides()[0] : v.sizes()[1]; }
 
+// Rows of one size, and a weight for each place of one.
+void check_gated(const Tensor& x, std::initializer_list<const Tensor*> others, const Tensor& weight) {
+  bool fit = x.dim() == 2 && weight.numel() == x.sizes()[1];
+  for (const Tensor* v : others) fit = fit && v->dim() == 2 && v->sizes()[0] == x.sizes()[0] && v->sizes()[1] == x.sizes()[1];
+  STD_TORCH_CHECK(fit, "leannorm: gate and dy must be rows of x's size, and weight a row");
+}
+
 std::tuple<Tensor, Tensor> row_gated_forward(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps,
                                              StringHandle act, bool norm_before_gate, bool cast_before) {
+  check_gated(x, {&gate}, weight);
   const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
   const ScalarType type = compute_type(x);
   const Tensor y = new_tensor(x, {rows, kept}, x.scalar_type()), rstd = new_tensor(x, {rows}, type);
@@ -176,6 +186,7 @@ std::tuple<Tensor, Tensor> row_gated_forward(const Tensor& x, const Tensor& gate
 std::tuple<Tensor, Tensor, Tensor> row_gated_backward(const Tensor& dy, const Tensor& x, const Tensor& gate,
                                                       const Tensor& rstd, const Tensor& weight, StringHandle act,
                                                       bool norm_before_gate, bool want_affine) {
+  check_gated(x, {&gate, &dy}, weight);
   const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
   const ScalarType type = compute_type(x);
   const Tensor dx = new_tensor(x, {rows, kept}, x.scalar_type()), dgate = new_like(dx);

@@ -77,7 +77,8 @@ inline void line_moments(const T* x, int64_t step, int rows, int64_t n, double e
     std::memcpy(to.rstd + k, &rstd, sizeof rstd);
   }
   for (int k = 0; k < rows; ++k) {
-    if (sizeof(S) == 8 || in_range(second[k])) continue;
+    const bool constant = second[k] == 0 && first[k] == 0 && first_of(x + k * step) == centre[k];
+    if (sizeof(S) == 8 || constant || in_range(second[k])) continue;
     const Pair<double> wide = wide_line_moments(x + k * step, n, eps, rms);
     to.mean[k] = wide.first, to.rstd[k] = wide.second;
   }

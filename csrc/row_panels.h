@@ -124,7 +124,8 @@ inline void panel_moments(const T* x, const RowForward& a, int64_t columns, Scal
     bool all = true;
     for (int64_t j = 0; j < columns; ++j) {
       const double square = sums.second[j], rest = a.rms ? 0 : sums.first[j];
-      all = all && in_range(square) && 2 * rest * rest <= square * kept;
+      const bool constant = square == 0 && sums.first[j] == 0 && first_of(x + j) == mean[j];
+      all = all && (constant || (in_range(square) && 2 * rest * rest <= square * kept));
     }
     return all;
   };

@@ -30,6 +30,8 @@ template <class Extent, class T> inline void store(T* p, VectorOf<T> v, int64_t 
   else Element<T>::store(p, v, n);
 }
 
+template <class T> inline ScalarOf<T> first_of(const T* p) { return Element<T>::load(p, 1, VectorOf<T>{})[0]; }
+
 // v as a T holds it.
 template <class T> LEANNORM_INLINE VectorOf<T> rounded(VectorOf<T> v) {
   if constexpr (sizeof(T) >= 4) return v;

@@ -146,6 +146,14 @@ Optional plain(const Optional& v, ScalarType type) {
 
 int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
 
+// Are these of one size: a parameter of a row's, a tensor of x's, statistics of the rows'?
+void check(const Optional& v, int64_t size, const char* what) {
+  STD_TORCH_CHECK(!v || v->numel() == size, "leannorm: ", what, " must have ", size, " values, got ", v->numel());
+}
+void check_axes(const Tensor& x, int64_t start, int64_t stop) {
+  STD_TORCH_CHECK(0 <= start && start < stop && stop <= x.dim(), "leannorm: a row is of axes of the input, got ", start, " to ", stop);
+}
+
 // A byte for every row, in the order of the statistics; null where all rows are valid.
 const char* valid_rows(const Optional& valid, int64_t rows) {
   if (!valid) return nullptr;
@@ -195,6 +203,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
                                                        double weight_offset, bool cast_before,
                                                        const Optional& valid) {
   const ScalarType type = compute_type(given);
+  check_axes(given, start, stop);
+  const int64_t in_a_row = product(given.sizes(), start, stop);
+  check(weight, in_a_row, "weight"), check(bias, in_a_row, "bias"), check(residual, given.numel(), "residual");
   Tensor mean = new_tensor(given, statistics_size(given, start, stop), type);
   Tensor rstd = new_like(mean);
   if (given.numel() == 0) {
@@ -247,6 +258,10 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
                                                 double weight_offset, const Optional& valid) {
   const ScalarType type = compute_type(given);
   const auto size = given.sizes();
+  check_axes(given, start, stop);
+  const int64_t in_a_row = product(size, start, stop), rows_of_it = product(size, 0, start) * product(size, stop, given.dim());
+  check(weight, in_a_row, "weight"), check(given_dy, given.numel(), "dy"), check(given_dtotal, given.numel(), "dtotal");
+  check(given_mean, rows_of_it, "mean"), check(given_rstd, rows_of_it, "rstd");
   const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop), none{0};
   const auto parameter = [&](bool wanted) { return new_tensor(given, wanted ? normalized : none, type); };
   Tensor dweight = parameter(want_affine), dbias = parameter(want_affine && !rms);

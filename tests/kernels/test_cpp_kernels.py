@@ -78,6 +78,48 @@ def test_a_channels_bits_do_not_depend_on_its_neighbours(plane, dtype):
                 assert torch.equal(value, other), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("value", [0.0, 0.75])
+def test_a_channel_of_one_value_changes_no_bit_of_those_beside_it(value, masked, dtype):
+    """As behind a ReLU, in channels_last, where all channels are summed together."""
+    x = torch.randn(6, 24, 30, 30).to(dtype).to(memory_format=torch.channels_last)
+    mask = torch.rand(6, 1, 30, 30) < 0.8 if masked else None
+    before = CPU.channel_moments(x, 0, mask)
+    x[:, 7] = value
+    moments = CPU.channel_moments(x, 0, mask)
+    others = [i for i in range(24) if i != 7]
+    assert torch.equal(moments.mean[others], before.mean[others])
+    assert torch.equal(moments.m2[others], before.m2[others])
+    assert (moments.mean[7].item(), moments.m2[7].item()) == (value, 0.0)
+
+
+@pytest.mark.parametrize("tiny", [1e-25, 1e-30])
+def test_values_whose_squares_are_lost_are_not_taken_for_one_value(tiny):
+    x = torch.tensor([tiny, -tiny]).repeat(400, 8).to(torch.float32)
+    moments = CPU.channel_moments(x)
+    torch.testing.assert_close(
+        moments.m2, (x.double() - x.double().mean(0)).square().sum(0), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_norm_of_rows(dtype):
+    """Each sample has one value a channel; what is not finite stays in its group."""
+    call = call_on(ChannelCase((70, 48), "contiguous"), dtype, "identity", 4)
+    assert_close_to_reference(call)
+    before, x = CPU.channel_moments(call.x, 4), call.x.clone()
+    x[3, 5], x[4, 47] = torch.inf, torch.nan
+    moments = CPU.channel_moments(x, 4)
+    at = [3, 4], [0, 3]
+    assert moments.mean[3, 0] == torch.inf
+    assert moments.mean[4, 3].isnan()
+    assert moments.m2[at].isnan().all()
+    moments.mean[at], moments.m2[at] = before.mean[at], before.m2[at]
+    assert torch.equal(moments.mean, before.mean)
+    assert torch.equal(moments.m2, before.m2)
+
+
 CUTS = [
     ((4, 64, 30, 30), 0), ((2, 3, 160, 160), 0), ((6, 512, 7, 7), 0), ((3, 24, 20, 20), 4),
     ((1, 6, 200, 200), 2), ((300, 700), 0), ((5, 3, 5001), 0), ((41, 1500, 3, 3), 0), ((33, 1700, 11), 0),
@@ -277,3 +319,22 @@ def test_auto_takes_the_kernels_and_a_named_backend_is_obeyed():
     with select.use_backend("reference"):
         plain = functional.layer_norm(x, (8,))
     torch.testing.assert_close(kernels, plain)
+
+
+_X, _LINE = torch.randn(4, 8), torch.ones(1, 8)
+SHORT_OPERANDS = {
+    "weight": lambda of: of.row_forward(_X, None, torch.ones(4), None, 1, 2, 1e-5, False),
+    "residual": lambda of: of.row_forward(_X, _X[:2], None, None, 1, 2, 1e-5, False),
+    "axes": lambda of: of.row_forward(_X, None, None, None, 1, 3, 1e-5, False),
+    "dy": lambda of: of.row_backward(_X[:2], None, _X, _X[:, :1], _X[:, :1], None, 1, 2, False, True),
+    "mean": lambda of: of.row_backward(_X, None, _X, _X[:2, :1], _X[:, :1], None, 1, 2, False, True),
+    "factor": lambda of: of.row_ada_forward(_X, None, None, _LINE[:, :4], _LINE, 1.0, 1e-5, False),
+    "gate": lambda of: of.row_gated_forward(_X, _X[:2], torch.ones(8), 1e-5, "silu", True, False),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_OPERANDS)
+def test_row_operators_refuse_what_is_too_short(name):
+    """As they are in a graph, which may have been edited; the functions check before."""
+    with pytest.raises(RuntimeError, match="leannorm: "):
+        SHORT_OPERANDS[name](torch.ops.leannorm)

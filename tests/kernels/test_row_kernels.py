@@ -14,7 +14,7 @@ from row_kernel_cases import ALL, BF16, F32, ROWS, assert_agree, both_ways, oper
 from leannorm import functional as F
 from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops import select
-from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends import CPU, REFERENCE
 
 BOTH = ("cpu", "triton")
 KINDS = (False, True)  # layer norm, RMS norm
@@ -37,6 +37,25 @@ def test_values_and_gradients_within_the_budget(kernels, case, dtype, rms):
     weight, bias = (torch.randn(case.normalized_shape).to(dtype) for _ in range(2))
     x, dy = make(case, dtype), torch.randn(case.shape).to(dtype)
     assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
+
+
+@tried("dtype, rms", {"cpu": [(d, rms) for d in ALL for rms in KINDS], "triton": [(F32, False)]})
+def test_columns_of_one_value(kernels, dtype, rms):
+    """Padding that a mask has made 0, beside data, where the columns of a panel are summed together."""
+    x, *others = operands((2, 96, 64), 1, 2, dtype, rms, False)
+    x[0, :, 40:], x[1, :, 3] = 0, 0.5
+    assert_agree(kernels, (x, *others), 1, 2, rms)
+
+
+def test_a_column_of_one_value_changes_no_bit_of_those_beside_it():
+    x, *others = operands((1, 96, 64), 1, 2, F32, False, False)
+    before = both_ways(CPU, (x, *others), 1, 2, False)
+    x = x.clone()
+    x[..., 5] = 0
+    after = both_ways(CPU, (x, *others), 1, 2, False)
+    kept = [i for i in range(64) if i != 5]
+    for a, b in zip(before[:4], after[:4], strict=True):
+        assert torch.equal(a[..., kept], b[..., kept])
 
 
 GAPS = [(1.0, 0.0), (1e3, 1.0), (1e4, 1.0), (0.0, 1e-6)]

@@ -106,3 +106,18 @@ def test_keeps_less_than_the_steps():
 def test_errors_say_the_rule(call, says):
     with pytest.raises(InputError, match=says):
         call()
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", ""])
+@pytest.mark.parametrize("act", ACTS)
+def test_frozen_on_transposed_signals(act, affine):
+    """The layer keeps its output alone, whose channels lie side by side, as its gradient must."""
+    layer = nn.BatchNormAct1d(4, act=act, affine=affine).eval().requires_grad_(False)
+    x, dy = torch.randn(6, 5, 4), torch.randn(6, 4, 5)
+    found = []
+    for given in (x.transpose(1, 2), x.transpose(1, 2).contiguous()):
+        leaf = given.detach().requires_grad_()
+        y = layer(leaf)
+        found.append((y, *torch.autograd.grad(y, leaf, dy)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)

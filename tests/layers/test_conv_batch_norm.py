@@ -268,3 +268,13 @@ def test_bad_input_says_the_rule_and_changes_nothing(bad, message):
     assert torch.equal(good["running_mean"], torch.zeros(4))
     assert torch.equal(good["running_var"], torch.ones(4))
     assert good["num_batches_tracked"] == 0
+
+
+def test_a_cumulative_average_without_a_counter_stays_where_it_is():
+    """As torch's norm has it, which then moves nothing."""
+    layer, x = nn.ConvBatchNorm2d(3, 4, 3, momentum=None), torch.randn(2, 3, 8, 8)
+    pair = copy.deepcopy(layer.conv), torch.nn.BatchNorm2d(4, momentum=None)
+    layer.bn.num_batches_tracked = pair[1].num_batches_tracked = None
+    torch.testing.assert_close(layer(x), pair[1](pair[0](x)))
+    assert torch.equal(layer.bn.running_mean, pair[1].running_mean)
+    assert torch.equal(layer.bn.running_var, pair[1].running_var)

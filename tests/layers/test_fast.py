@@ -38,6 +38,8 @@ LAYERS = {
     "batch, volumes": (lambda: nn.BatchNorm3d(8), (2, 8, 3, 2, 2)),
     "batch, no affine": (lambda: nn.BatchNorm2d(8, affine=False), IMAGE),
     "batch, float64 statistics": (lambda: nn.BatchNorm2d(8, stats_dtype=torch.float64), IMAGE),
+    "batch, no statistics": (lambda: nn.BatchNorm2d(8, track_running_stats=False), IMAGE),
+    "batch, no statistics, eval": (lambda: nn.BatchNorm2d(8, track_running_stats=False).eval(), IMAGE),
     "batch, act": (lambda: nn.BatchNormAct2d(8, act="silu"), IMAGE),
     "batch, act by output": (lambda: nn.BatchNormAct2d(8, act="relu"), IMAGE),
     "batch, eval": (lambda: nn.BatchNorm2d(8).eval(), IMAGE),

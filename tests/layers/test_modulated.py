@@ -178,3 +178,12 @@ def test_kept_are_the_sum_and_two_statistics_a_row():
     kept, _ = kept_by(gate)  # its gradient needs the branch
     assert sorted(t.numel() for t in kept)[-2:] == [N * L * C] * 2
     assert branch.data_ptr() in {t.data_ptr() for t in kept}
+
+
+def test_a_weight_and_bias_that_are_views():
+    x, scale = torch.randn(3, 4, 6), torch.randn(3, 4, 6)
+    weight, bias = torch.randn(6, 4).t(), torch.randn(4, 12)[:, ::2]
+    found = functional.ada_layer_norm(x, (4, 6), scale, None, 1e-5, weight, bias)
+    copies = weight.contiguous(), bias.contiguous()
+    want = functional.ada_layer_norm(x, (4, 6), scale, None, 1e-5, *copies)
+    assert torch.equal(found, want)

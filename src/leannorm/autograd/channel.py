@@ -22,7 +22,7 @@ from leannorm.ops.backends.compiled import like
 from leannorm.ops.backends.reference import over_channels
 from leannorm.ops.backends.shown import shown
 from leannorm.ops.layout import memory_format
-from leannorm.ops.modes import recorded
+from leannorm.ops.modes import recorded, traced
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import gradient_dtype
 from leannorm.ops.select import pick, transformed
@@ -53,7 +53,7 @@ class ChannelCall(NamedTuple):
 
 def twice_differentiable() -> bool:
     """Does autograd record this backward pass (create_graph=True)? Then it uses plain torch operations."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not traced()
 
 
 def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -255,7 +255,7 @@ class ChannelAffine(torch.autograd.Function):
         need_x, need_weight, need_bias, need_residual, *_ = needed
         dx = dweight = dbias = dz = None
         if kept.x is None:  # only its shape and layout are read
-            dy = dy.contiguous(memory_format=ctx.layout)
+            dy = dy.contiguous(memory_format=ctx.layout) if kept.output is None else like(kept.output, dy)
             kept = kept._replace(x=dy)
         if not (need_weight or need_bias):
             dx, dz = backend.channel_input_grad(dy, kept, want_dz=need_residual)
@@ -315,7 +315,7 @@ def channel_norm(
         elif sharing is None and not recorded(*tensors):
             y, mean, m2, _, size = _forward(x, epilogue, mask, running, call)
         else:
-            apply = ChannelNorm.apply if torch.compiler.is_compiling() else apply_norm
+            apply = ChannelNorm.apply if traced() else apply_norm
             made = apply(x, weight, bias, residual, mask, running, call)
             if running is not None:
                 return made, None
@@ -332,7 +332,7 @@ def channel_norm(
 def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
     """Evaluation of which nothing is recorded, by one verb; None where `channel_affine` must do it."""
     tensors = (x, running.mean, running.var, *epilogue[:3])
-    if torch.compiler.is_compiling() or recorded(*tensors) or transformed(*tensors):
+    if traced() or recorded(*tensors) or transformed(*tensors):
         return None
     return pick(*tensors).channel_evaluate(x, running, eps, epilogue)
 
@@ -347,6 +347,6 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, ma
         return backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask))
     given = bias is not None, residual is not None
     call = ChannelCall(backend, act, 0.0, 0, None, True, False, wide_for(weight, bias), *given)
-    apply = ChannelAffine.apply if torch.compiler.is_compiling() else apply_affine
+    apply = ChannelAffine.apply if traced() else apply_affine
     y: Tensor = apply(x, weight, bias, residual, mask, mean, rstd, call)
     return y

@@ -42,6 +42,7 @@ from leannorm.ops.as_given import (
 )
 from leannorm.ops.backends.compiled import DTYPES, is_dense
 from leannorm.ops.backends.triton.tape import hand_over
+from leannorm.ops.modes import traced
 from leannorm.ops.running import frozen
 from leannorm.ops.select import picks_cpu, picks_triton
 
@@ -49,7 +50,7 @@ _LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channel
 _DTYPES, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 # looked up once: small calls ask them every time
-_compiling, _tracing = torch.compiler.is_compiling, torch._C._is_tracing
+_tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 
@@ -59,7 +60,7 @@ def _serving(x: Tensor) -> AsGiven | None:
 
     Asked first of every call: a compiler or a tracer may not see that sizes are looked at.
     """
-    if type(x) not in _PLAIN or _compiling() or _tracing():
+    if type(x) not in _PLAIN or traced() or _tracing():
         return None
     if x.is_cpu and picks_cpu():
         return CPU_AS_GIVEN
@@ -151,15 +152,21 @@ def batch_norm(
     training: bool,
     sharing: Sharing | None = None,
 ) -> Tensor | None:
-    """By running statistics, which training moves; with `sharing` by the statistics of all ranks."""
+    """By running statistics, which training moves, or that of the batch where there are none; with `sharing`
+    by the statistics of all ranks."""
     backend = _serving(x)
     mean, var, _, momentum = running
-    if backend is None or mean is None or var is None or not eps > 0:
+    tracks = mean is not None and var is not None
+    if backend is None or not eps > 0:
         return None
     if not training:
-        return _by_constants(backend, x, weight, bias, eps, act, running)
-    if frozen() or not (momentum is None or (type(momentum) is float and 0 <= momentum <= 1)):
+        return _by_constants(backend, x, weight, bias, eps, act, running) if tracks else None
+    if not (momentum is None or (type(momentum) is float and 0 <= momentum <= 1)):
         return None
+    if not tracks or frozen():
+        if not (tracks or mean is var) or sharing is not None or x.dim() < 2 or x.numel() <= x.size(1):
+            return None
+        return _by_own(backend, x, weight, bias, eps, act, 0)
     if sharing is not None and (group := sharing_group(sharing.asked)) is not None:
         settings: Any = {"eps": eps, "momentum": momentum, "tracks": True}
         sharing = sharing._replace(group=group, seen=None, **settings)

@@ -15,7 +15,7 @@ from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, 
 from leannorm.autograd.channel import applied_directly, twice_differentiable
 from leannorm.autograd.rows import mean_to_keep
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import recorded
+from leannorm.ops.modes import recorded, traced
 from leannorm.ops.select import pick, transformed
 
 
@@ -101,7 +101,7 @@ def ada_norm(x: Tensor, modulation: Modulation, rows: Rows) -> tuple[Tensor, Ten
         backend = REFERENCE if in_transform else pick(*tensors)
         y, total, _, _ = backend.ada_forward(x, modulation, rows)
         return y, total
-    apply = AdaNorm.apply if torch.compiler.is_compiling() else _ada
+    apply = AdaNorm.apply if traced() else _ada
     out = apply(*tensors, rows)
     return (out, x) if modulation.branch is None else out
 
@@ -112,5 +112,5 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating) -
     if in_transform or not recorded(x, gate, weight):
         backend = REFERENCE if in_transform else pick(x, gate, weight)
         return backend.gated_forward(x, gate, weight, gating)[0]
-    apply = GatedNorm.apply if torch.compiler.is_compiling() else _gated
+    apply = GatedNorm.apply if traced() else _gated
     return apply(x, gate, weight, gating)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from leannorm._types import KeptByRowNorm, Maybe, Rows
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.backends.reference_rows import of_valid
-from leannorm.ops.modes import recorded
+from leannorm.ops.modes import recorded, traced
 from leannorm.ops.select import pick, transformed
 
 
@@ -96,7 +96,7 @@ def row_norm(
         backend = REFERENCE if in_transform else pick(*tensors)
         y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid)
         return y, total
-    apply = RowNorm.apply if torch.compiler.is_compiling() else apply_row_norm
+    apply = RowNorm.apply if traced() else apply_row_norm
     alike = residual is not None and residual.dtype is x.dtype
     call = RowCall(
         pick(*tensors), rows, wide_for(weight, bias), bias is not None, residual is not None, alike

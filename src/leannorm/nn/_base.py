@@ -93,7 +93,7 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
         """By the fast path, its tensors by the shortest way that there is to them."""
-        if not self.track_running_stats or type(input) is not Tensor or input.dim() not in self.dims:
+        if type(input) is not Tensor or input.dim() not in self.dims:
             return None
         if self.group_size is not None or self._pool is not None:
             return None
@@ -106,12 +106,11 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             running: Any = (mean, var, buffers["num_batches_tracked"], self.momentum)
         except KeyError:  # a parametrization, or a replica, has them elsewhere
             return None
-        sharing = None
-        if self.shares:
-            if not self.training:
-                return None
-            sharing = self._sharing()
-        return fast.batch_norm(input, weight, bias, self.eps, act, running, self.training, sharing)
+        if not self.track_running_stats and mean is not None:  # read in evaluation alone
+            return None
+        sharing = self._sharing() if self.shares and self.training else None
+        by_batch = self.training or mean is None
+        return fast.batch_norm(input, weight, bias, self.eps, act, running, by_batch, sharing)
 
     def extra_repr(self) -> str:
         said = super().extra_repr()

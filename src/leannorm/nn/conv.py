@@ -164,7 +164,8 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
             groups=conv.groups,
             padding_mode=conv.padding_mode,
             training=bn.training or bn.running_mean is None,
-            momentum=bn.momentum,
+            # without a counter a cumulative average stays where it is, as torch's
+            momentum=0.0 if bn.momentum is None and bn.num_batches_tracked is None else bn.momentum,
             eps=bn.eps,
             eps_mode=self.eps_mode,
             num_batches_tracked=bn.num_batches_tracked if updates else None,

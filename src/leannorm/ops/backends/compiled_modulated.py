@@ -84,10 +84,9 @@ class CompiledModulated(Compiled):
             addend = self._lines(shift, x, start, narrow)
         if weight is not None or bias is not None:
             factor, one = factor + 1, 0.0
-            addend = (
-                addend if bias is None else torch.addcmul(addend, factor, bias.to(factor.dtype).view(width))
-            )
-            factor = factor if weight is None else factor * weight.to(factor.dtype).view(width)
+            w, b = (None if p is None else p.to(factor.dtype).reshape(width) for p in (weight, bias))
+            addend = addend if b is None else torch.addcmul(addend, factor, b)
+            factor = factor if w is None else factor * w
         of_sum = (
             None if branch is None else _rows(branch, start, x.dtype),
             None if gate is None else self._lines(gate, x, start),
@@ -113,7 +112,7 @@ class CompiledModulated(Compiled):
         if x.numel() == 0:
             return super().ada_backward(dy, dtotal, kept, rows, *wanted)
         factor, one = self._lines(scale, x, start, weight is None and bias is None and not want_affine), 1.0
-        w, b = (None if p is None else p.to(factor.dtype).view(-1) for p in (weight, bias))
+        w, b = (None if p is None else p.to(factor.dtype).reshape(-1) for p in (weight, bias))
         if w is not None or want_affine:
             factor, one = factor + 1, 0.0
         scaled = factor if w is None else factor * w
