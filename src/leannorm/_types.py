@@ -24,14 +24,15 @@ class Running(NamedTuple):
 class Pool:
     """Statistics of several batches, merged on the device; a layer's copies and pickles have none.
 
-    `counts` are the numbers of batches and of values of a channel; all is float64.
+    `counts` are the numbers of batches and of values of a channel; all is float64. `of_rank`: of this rank's
+    values alone, where the layer shares its statistics with others.
     """
 
-    def __init__(self, channels: int, device: torch.device) -> None:
+    def __init__(self, channels: int, device: torch.device, of_rank: bool = False) -> None:
         self.counts, self.mean, self.m2 = (
             torch.zeros(n, dtype=torch.float64, device=device) for n in (2, channels, channels)
         )
-        self.used = False
+        self.used, self.of_rank = False, of_rank
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()

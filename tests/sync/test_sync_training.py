@@ -139,6 +139,48 @@ def test_under_checkpointing(reentrant):
     assert all(ranks(2, checkpointed, reentrant))
 
 
+def checkpointed_with_nan(rank, reentrant):
+    """The gradients of one rank's bad batch, without checkpointing and with it."""
+    found = []
+    for again in (False, True):
+        net = network(nn.SyncBatchNorm)[:3]
+        x = batches()[0][0][share(rank)].clone()
+        if rank == 0:
+            x[0, 0, 0, 0] = torch.nan
+        x.requires_grad_()
+        y = checkpoint(net, x, use_reentrant=reentrant) if again else net(x)
+        y.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in net.parameters())])
+    for plain, repeated in zip(*found, strict=True):
+        torch.testing.assert_close(repeated, plain, rtol=0, atol=0, equal_nan=True)
+    return bool(found[1][0].isnan().any())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_nan_on_one_rank_passes_through_checkpointing(reentrant):
+    assert ranks(2, checkpointed_with_nan, reentrant, group_timeout=20.0) == [True, True]
+
+
+def equal_on_one_rank(rank, reentrant):
+    """Several passes in flight; rank 1's batches are all the same, as dummy batches are."""
+    xs = [x[share(rank)] + step for step, (x, _) in enumerate(batches())]
+    if rank == 1:
+        xs = xs[:1] * len(xs)
+    found = []
+    for again in (False, True):
+        net = network(nn.SyncBatchNorm)[:3]
+        inputs = [x.clone().requires_grad_() for x in xs]
+        ys = [checkpoint(net, x, use_reentrant=reentrant) if again else net(x) for x in inputs]
+        sum(step * y.square().sum() for step, y in enumerate(ys, 1)).backward()
+        found.append([*(x.grad for x in inputs), *(p.grad for p in net.parameters())])
+    return all(torch.equal(plain, repeated) for plain, repeated in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_repeated_pass_has_its_own_statistics_where_a_ranks_batches_are_equal(reentrant):
+    assert ranks(2, equal_on_one_rank, reentrant, group_timeout=20.0) == [True, True]
+
+
 def lean_pass(rank):
     """Under `lean()` kernels rebuild outputs: no collective more, the same gradients to the bit."""
     calls = messages_sent()

@@ -21,10 +21,14 @@ from leannorm.ops.modes import rebuilding
 
 
 class Shared(NamedTuple):
-    """This rank's sums in one forward pass and their total over the ranks, for a recompute of that pass."""
+    """This rank's sums in one forward pass and their total over the ranks, for a recompute of that pass.
+
+    `taken`: has a recompute had them?
+    """
 
     sums: Tensor
     total: Tensor
+    taken: bool = False
 
 
 class Sharing(NamedTuple):
@@ -82,14 +86,29 @@ def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Te
             total = add_up((sums,), count, sharing.group, sharing.forward_call(x))
             sharing.seen.append(Shared(sums, total.clone()))
             return total
-        for seen in reversed(sharing.seen):
-            if torch.equal(seen.sums, sums):
-                return seen.total
+        repeated = _repeated(sharing.seen, sums)
+        if repeated is not None:
+            return repeated
     raise SyncError(
         f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
         f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
         "deterministic, or run the backward passes sooner"
     )
+
+
+def _repeated(passes: deque[Shared], sums: Tensor) -> Tensor | None:
+    """The total of the pass with these sums; of several, each in its turn, the last pass first, as backward
+    passes go."""
+    taken = list[int]()
+    for i in reversed(range(len(passes))):
+        if torch.equal(passes[i].sums.view(torch.int64), sums.view(torch.int64)):  # NaNs too
+            if not passes[i].taken:
+                passes[i] = passes[i]._replace(taken=True)
+                return passes[i].total
+            taken.append(i)
+    for i in taken[1:]:  # they begin anew
+        passes[i] = passes[i]._replace(taken=False)
+    return passes[taken[0]].total if taken else None
 
 
 def gradient_sums_of_all(sums: tuple[Tensor, Tensor], sharing: Sharing, x: Tensor, twice: bool) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from leannorm._torch import RELEASE
 from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
+from leannorm.ops.modes import traced
 
 
 def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) -> Tensor:
@@ -21,7 +22,7 @@ def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) 
 
     The result is a view of the whole message: clone it before keeping it.
     """
-    if torch.compiler.is_compiling():
+    if traced():
         known, counted = (0, count) if isinstance(count, Tensor) else (count, None)
         total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, known, group, *call, counted)
         return total

@@ -35,24 +35,28 @@ def join(model: nn.Module) -> Iterator[None]:
     ...         _ = layer(batch)
     """
     buffers: dict[str, list[Tensor]] = {}
+    devices: dict[str, torch.device] = {}  # where the layers' sums are
     for layer in model.modules():
         if isinstance(layer, SharesStatistics) and (name := sharing_group(layer.process_group)) is not None:
             buffers.setdefault(name, []).extend(layer.buffers())
+            for tensor in (*layer.buffers(), *layer.parameters()):
+                devices.setdefault(name, tensor.device)
     call = Call("join", "joining", 0, 0.0, True)
     groups = [statistics_group(name, call) for name in sorted(buffers)]
     gradients = model.join() if isinstance(model, DistributedDataParallel) else nullcontext()
     failures: list[BaseException] = []
 
-    def add_zeros(group: StatisticsGroup, device: torch.device) -> None:
+    def add_zeros(group: StatisticsGroup) -> None:
+        device = devices.get(group.parent.group_name)
         try:
-            group.shadow(device)
+            group.shadow(device if device is not None and device.type in group.devices else group.device())
         except BaseException as error:
             failures.append(error)
 
     with gradients:
         yield
         # in threads, as DDP's join runs meanwhile: other ranks reach its all_reduces only past these sums
-        threads = [threading.Thread(target=add_zeros, args=(group, group.device())) for group in groups]
+        threads = [threading.Thread(target=add_zeros, args=(group,)) for group in groups]
         for thread in threads:
             thread.start()
     for thread in threads:

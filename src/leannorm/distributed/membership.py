@@ -72,6 +72,22 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     return group.group_name if dist.get_world_size(group) > 1 else None
 
 
+def connected_group(process_group: dist.ProcessGroup | str | None) -> str | None:
+    """`sharing_group` for a call that must not connect ranks: None where that would be needed, or raises."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if process_group == "node" and _world() not in _nodes:
+        return None
+    mesh: Any = process_group
+    is_mesh = hasattr(mesh, "get_coordinate") and mesh.get_coordinate() is not None
+    if is_mesh and mesh.ndim > 1 and _ranks_along(mesh, range(mesh.ndim)) not in _meshes:
+        return None
+    try:
+        return sharing_group(process_group)
+    except InputError:
+        return None
+
+
 def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
     """A `process_group` for a file: "all", "node", or the ranks, as "0,2". Errors as `sharing_group`."""
     if process_group == "node":
@@ -144,13 +160,16 @@ def mesh_group(mesh: Any, dims: Sequence[int]) -> str:
     if len(dims) == 1:
         group: dist.ProcessGroup = mesh.get_group(dims[0])
         return group.group_name
-    world, place = _world(), mesh.get_coordinate()
-    across = tuple(slice(None) if i in dims else at for i, at in enumerate(place))
-    ranks = mesh.mesh[across].flatten().tolist()
-    key = world, tuple(ranks)
+    key = world, ranks = _ranks_along(mesh, dims)
     if key not in _meshes:
-        _meshes[key] = beside(world, ranks, f"mesh/{'-'.join(map(str, ranks))}")
+        _meshes[key] = beside(world, list(ranks), f"mesh/{'-'.join(map(str, ranks))}")
     return _meshes[key].group_name
+
+
+def _ranks_along(mesh: Any, dims: Sequence[int]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """The ranks with this one along these dimensions of a mesh, and the group of all."""
+    across = tuple(slice(None) if i in dims else at for i, at in enumerate(mesh.get_coordinate()))
+    return _world(), tuple(mesh.mesh[across].flatten().tolist())
 
 
 mesh_group._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -38,6 +38,7 @@ from leannorm.functional.valid import (
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import exporting, recorded, sharded
 from leannorm.ops.plan import values_per_channel
+from leannorm.ops.select import pick
 
 
 def _as_batch_norm_act(given: Arguments) -> Any:
@@ -334,7 +335,8 @@ def _by_batch(
         if valid is not None:
             _checks.no_groups_of_samples(group_size)
         y, moments = ghost_norm(input, epilogue, eps, group_size)
-        update_running_statistics(running, of_all_ranks(moments, sharing, input), pool)
+        merged = of_all_ranks(moments, None if pool is not None and pool.of_rank else sharing, input)
+        update_running_statistics(running, merged, pool)
         return y
     if valid is None and sharing is None:
         _checks.more_than_one_value(input, values_per_channel(input.shape))
@@ -343,6 +345,8 @@ def _by_batch(
     fused = fused_update(running) if pool is None and valid is None else None
     y, found = channel_norm(input, epilogue, eps, 0, fused, valid, sharing)
     if found is not None:
+        if sharing is not None and pool is not None and pool.of_rank:
+            found = pick(input).channel_moments(input, mask=None if valid is None else valid.mask)
         if valid is not None and sharing is None and count is not None:
             found = Moments(found.mean, found.m2, count)
         elif valid is not None and pool is None:  # with fewer than two values the running statistics stay

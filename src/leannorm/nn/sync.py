@@ -14,9 +14,10 @@ from torch import Tensor
 from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.group import note_evaluation
-from leannorm.distributed.membership import SharesStatistics, sharing_group
+from leannorm.distributed.membership import SharesStatistics, connected_group
 from leannorm.functional.valid import UNMASKED, Masking
 from leannorm.nn._base import BatchNormBase
+from leannorm.ops.modes import traced
 
 _constructed = itertools.count(1)
 # forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
@@ -49,7 +50,7 @@ class Synchronized(SharesStatistics, BatchNormBase):
         self._seen: deque[Shared] = deque(maxlen=_REMEMBERED)
 
     def _sharing(self) -> Sharing | None:
-        seen = None if torch.compiler.is_compiling() else vars(self).get("_seen")
+        seen = None if traced() else vars(self).get("_seen")
         return Sharing(
             "", self.layer_name, self.timeout or 0.0, self.debug_consistency, seen, self.process_group
         )
@@ -61,11 +62,19 @@ class Synchronized(SharesStatistics, BatchNormBase):
         residual: Tensor | None = None,
         masking: Masking = UNMASKED,
     ) -> Tensor:
-        if not (self.training or torch.compiler.is_compiling()):
-            group = sharing_group(self.process_group)
+        self._note_evaluation()
+        return super()._normalize(input, act, residual, masking)
+
+    def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
+        self._note_evaluation()
+        return super()._fast(input, act)
+
+    def _note_evaluation(self) -> None:
+        """For the other ranks, which may be waiting for this one; without connecting to them."""
+        if not (self.training or traced()):
+            group = connected_group(self.process_group)
             if group is not None:
                 note_evaluation(group, self.layer_name)
-        return super()._normalize(input, act, residual, masking)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         """The copy shares with the same ranks (a process group cannot be copied) and remembers no passes."""

@@ -7,6 +7,7 @@ swap back, the original class is stored on the layer (`_swapped`).
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -309,8 +310,18 @@ def _undo_swap(module: Module) -> bool:
         return False
     if not issubclass(before, HasStatistics):
         vars(module).pop("stats_dtype", None)
-    object.__setattr__(module, "__class__", before)
+    object.__setattr__(module, "__class__", _sharded_as(type(module), before))
     return True
+
+
+def _sharded_as(cls: type, before: type) -> type:
+    """`before`, or FSDP2's subclass of it where `fully_shard` has made `cls` of what a swap had set."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    made_by = getattr(fsdp, "FSDPModule", None)
+    if made_by not in cls.__bases__ or issubclass(before, made_by):
+        return before
+    own = {name: value for name, value in vars(cls).items() if name == "__deepcopy__"}
+    return type(f"FSDP{before.__name__}", (made_by, before), own)
 
 
 def _is_fused(module: Module) -> bool:

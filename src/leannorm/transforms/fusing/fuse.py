@@ -61,6 +61,8 @@ def fused_class(cls: type[Module]) -> type[Module]:
         "forward": sequential_forward,
         "unfused": cls,
     }
+    if hasattr(cls, "_orig_cls_mro_index"):  # where FSDP2 finds the class of a slice
+        body["_orig_cls_mro_index"] = cls._orig_cls_mro_index + 1
     return type(cls.__name__, (cls,), body)
 
 

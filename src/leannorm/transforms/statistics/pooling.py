@@ -44,9 +44,14 @@ def _inside_convolutions(model: Module) -> set[Module]:
     return {norm.module for norm in norms_of(model) if norm.convolution is not None}
 
 
-def _new_pool(layer: _BatchNorm) -> Pool:
+def _new_pool(layer: _BatchNorm, of_rank: bool = False) -> Pool:
     assert layer.running_mean is not None
-    return Pool(layer.running_mean.numel(), layer.running_mean.device)
+    return Pool(layer.running_mean.numel(), layer.running_mean.device, of_rank)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a DTensor: of statistics that every rank has, the whole."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 @contextmanager
@@ -102,8 +107,10 @@ def accumulate_stats(model: Module) -> Iterator[None]:
         yield
     for layer, pool in ours.items():
         if pool.used:
-            state = layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum
-            update_running_statistics(Running(*state), Moments(pool.mean, pool.m2, pool.counts[1]))
+            buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+            mean, var, count = map(_local, buffers)
+            running = Running(mean, var, count, layer.momentum)
+            update_running_statistics(running, Moments(pool.mean, pool.m2, pool.counts[1]))
 
 
 @dataclass(frozen=True)
@@ -204,8 +211,14 @@ def recalibrate(
             "recalibrate is for batch norms in training mode that have running statistics, there is none; "
             "call model.train() first (frozen layers and those in evaluation mode are left alone)"
         )
+    cut = [name for name, layer in named.items() if hasattr(layer.running_mean, "placements")]
+    if cut:
+        raise InputError(
+            f"recalibrate is for statistics that are plain tensors, those of layer {cut[0]!r} are DTensors; "
+            "call it before distribute_module, or run the batches within accumulate_stats"
+        )
     left = {name: "in evaluation mode" for name in layers if name not in named}
-    pools = {layer: _new_pool(layer) for layer in named.values()}
+    pools = {layer: _new_pool(layer, of_rank=True) for layer in named.values()}
     with _buffers_restored(model):
         failure = _run(model, batches, forward, pools)
     if group is not None:
