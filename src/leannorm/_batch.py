@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from leannorm._errors import InputError
 
+_ONE = Tensor | PackedSequence  # a single argument, though the second is a tuple
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -30,7 +33,7 @@ class Arguments(NamedTuple):
 
     def checked(self, model: Module, remedy: str = "pass a tuple in its order, or its names") -> Arguments:
         """These. Raises `InputError` where the model's forward has no place for them, by its signature."""
-        written = getattr(model, "_orig_mod", model)  # of a compiled one
+        written = unwrapped(model)
         if type(written).__call__ is not Module.__call__:  # which may take others
             return self
         try:
@@ -53,6 +56,18 @@ class Arguments(NamedTuple):
         args, kwargs = tree_map_only(Tensor, _reversed, (self.args, dict(self.kwargs)))
         return Arguments(args, kwargs)
 
+    def copied(self) -> Arguments:
+        """The same values in memory of their own, for a model that edits its inputs."""
+        made: dict[Tensor, Tensor] = {}  # by identity: one that is given twice is one
+
+        def copied(tensor: Tensor) -> Tensor:
+            if tensor not in made:
+                made[tensor] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            return made[tensor]
+
+        args, kwargs = tree_map_only(Tensor, copied, (self.args, dict(self.kwargs)))
+        return Arguments(args, kwargs)
+
     def described(self) -> list[str]:
         """Each argument in a few words.
 
@@ -63,6 +78,17 @@ class Arguments(NamedTuple):
         named = [("", value) for value in self.args]
         named += [(f"{name}=", value) for name, value in self.kwargs.items()]
         return [name + _described(value) for name, value in named]
+
+
+def unwrapped(model: Module) -> Module:
+    """The model itself, without the wrappers that send or compile."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
 
 
 def _reversed(tensor: Tensor) -> Tensor:
@@ -83,7 +109,7 @@ def inputs_of(inputs: Any, name: str = "inputs") -> Arguments:
 
     Raises: `InputError` for anything else.
     """
-    if isinstance(inputs, Tensor):
+    if isinstance(inputs, _ONE):
         return Arguments((inputs,))
     if isinstance(inputs, Mapping):
         return Arguments((), _by_name(inputs))
@@ -127,7 +153,7 @@ def call(model: Module, batch: Any) -> Any:
 
     Raises: `InputError` for what is no batch.
     """
-    if not (isinstance(batch, (Tensor, Mapping)) or (isinstance(batch, (tuple, list)) and batch)):
+    if not (isinstance(batch, _ONE | Mapping) or (isinstance(batch, (tuple, list)) and batch)):
         raise InputError(
             f"a batch must be a tensor, a tuple or a mapping, got {_named(batch)}; pass "
             "forward=lambda model, batch: model(...)"
@@ -140,7 +166,7 @@ def call(model: Module, batch: Any) -> Any:
 
 def call_for(batches: Any) -> Callable[[Module, Any], Any]:
     """How a model takes each of these batches: `call`, but a tuple that stands alone in full."""
-    return _call_in_full if isinstance(batches, tuple) else call
+    return _call_in_full if isinstance(batches, tuple) and not isinstance(batches, _ONE) else call
 
 
 def _call_in_full(model: Module, batch: Any) -> Any:
@@ -152,7 +178,7 @@ def _call_in_full(model: Module, batch: Any) -> Any:
 def _needed(model: Module) -> int:
     """How many positional arguments without a default its forward has; at least one."""
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(unwrapped(model).forward).parameters.values()
     except (TypeError, ValueError):
         return 1
     return max(1, sum(p.kind in _POSITIONAL and p.default is inspect.Parameter.empty for p in parameters))
@@ -167,7 +193,7 @@ def batches_of(batches: Any) -> Iterator[Any]:
     >>> [*batches_of([1, 2])], [*batches_of((1, 2))], [len(batch) for batch in batches_of(torch.ones(8, 2))]
     ([1, 2], [(1, 2)], [8])
     """
-    if isinstance(batches, (Tensor, Mapping)) or (isinstance(batches, tuple) and batches):
+    if isinstance(batches, _ONE | Mapping) or (isinstance(batches, tuple) and batches):
         return iter([batches])
     if isinstance(batches, (str, bytes)) or _is_array(batches) or not isinstance(batches, Iterable):
         raise InputError(

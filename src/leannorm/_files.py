@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ from leannorm._errors import InputError
 
 def cached(variable: str, name: str) -> Path | None:
     """The file that the environment variable names, None if that is empty; else `name` in our folder of the
-    user's cache."""
+    user's cache, None if there is no such folder."""
     named = os.environ.get(variable)
     if named is not None:
         return Path(named) if named else None
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        return None
     return Path(cache_home) / "leannorm" / name
 
 
@@ -70,11 +74,12 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 shutil.copyfileobj(file, stream)
         return
     path = Path(os.path.realpath(path))
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(name, "xb") as file:
             yield file
-        os.chmod(name, 0o644)  # mkstemp's own mode shuts everyone else out
+        if path.exists():
+            os.chmod(name, path.stat().st_mode & 0o777)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -28,7 +28,8 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD)
+        title = Text(self.title) if self.title else None
+        table = RichTable(title=title, title_justify="left", box=SIMPLE_HEAD)
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="right" if i >= self.numbers_from else "left")
         for row in self.rows:

@@ -157,6 +157,13 @@ def test_bad_usage_is_one_line_on_stderr_and_status_2(arguments, message, capsys
     assert "Traceback" not in out + err
 
 
+@pytest.mark.parametrize("command", ["check", "doctor", "fit", "fold", "fork", "profile"])
+def test_a_models_name_is_no_markup(command, capsys):
+    sizes = ["--memory", "1GB", "--input", "3"] if command == "fit" else ["--input", "2x3"]
+    assert main([command, "net[/a]:made", *sizes]) == 2
+    assert "net[/a]" in capsys.readouterr().err
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"leannorm {leannorm.__version__}\n"

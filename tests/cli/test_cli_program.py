@@ -1,6 +1,7 @@
 """`leannorm fork` and `leannorm fold` as they are typed, with their exit statuses."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -53,6 +54,55 @@ def test_fold_a_model(tmp_path, capsys):
     assert "folded 1 into 0" in " ".join(capsys.readouterr().out.split())
     assert folded.exists()
     assert json.loads(numbers.read_text())["decided"] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "name"), [("fold", "-o", "net.pt2"), ("fork", "--draw", "net.svg")]
+)
+def test_a_file_is_not_written_in_place(command, option, name, tmp_path):
+    """A second link to the old file shows it: it still has the old content, whenever writing stops."""
+    path, old = tmp_path / name, tmp_path / "old"
+    path.write_text("what was there before")
+    os.link(path, old)
+    assert main([command, NETWORK, "--input", "4x3x8x8", option, str(path)]) == 0
+    assert old.read_text() == "what was there before"
+    assert path.stat().st_size > len(old.read_text())
+
+
+def test_a_fold_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch, capsys):
+    from torch.export.pt2_archive._package import PT2ArchiveWriter
+
+    write, written = PT2ArchiveWriter.write_bytes, []
+
+    def interrupted(self, name, data):
+        written.append(name)
+        if len(written) == 1:  # then torch closes the archive
+            raise KeyboardInterrupt
+        write(self, name, data)
+
+    path = tmp_path / "folded.pt2"
+    path.write_text("what was there before")
+    monkeypatch.setattr(PT2ArchiveWriter, "write_bytes", interrupted)
+    assert main(["fold", NETWORK, "--input", "4x3x8x8", "-o", str(path)]) == 130
+    assert "no file was left half-written" in capsys.readouterr().err
+    assert path.read_text() == "what was there before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_paths_of_written_files_are_no_markup(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("[a]", "x["):  # "x[/a].svg" is a file in the second
+        (tmp_path / folder).mkdir()
+    names = {"-o": "net[b].pt2", "--draw": "x[/a].svg", "--json": "[a]/n:smile:.json"}
+    options = [part for pair in names.items() for part in pair]
+    assert main(["fork", NETWORK, "--input", "4x3x8x8", *options]) == 0
+    told = capsys.readouterr().out
+    for word, name in zip(("program", "picture", "numbers"), names.values(), strict=True):
+        assert f"{word}: {name}" in told
+    assert main(["fold", "net[b].pt2", "-o", "x[/a].pt2", "--json", "[a].json"]) == 0
+    told = capsys.readouterr().out
+    assert "folded model: x[/a].pt2" in told
+    assert "numbers: [a].json" in told
 
 
 @pytest.mark.parametrize(

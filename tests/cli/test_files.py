@@ -51,3 +51,31 @@ def test_standard_output_in_a_file_keeps_what_is_there(tmp_path):
     with log.open("a") as out:
         subprocess.run([sys.executable, "-c", program], stdout=out, check=True)
     assert log.read_text() == "before\nnumbers"
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o077)
+    yield os.umask
+    os.umask(before)
+
+
+def mode_of(path):
+    return path.stat().st_mode & 0o777
+
+
+def test_a_new_file_has_the_mode_that_open_gives(tmp_path, umask):
+    for mask in (0o077, 0o022, 0o002):
+        umask(mask)
+        write_text(tmp_path / f"{mask:o}", "text")
+        assert mode_of(tmp_path / f"{mask:o}") == 0o666 & ~mask
+        assert umask(mask) == mask
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o640], ids=oct)
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path, mode):
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(mode)
+    write_text(path, "text")
+    assert mode_of(path) == mode

@@ -113,6 +113,53 @@ def test_a_batch_that_is_no_larger_is_explained(make, memory, words, capsys):
     assert words in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_tied_weight_counts_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(2000, 64), nn.Linear(64, 2000, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    report = fit(Tied, torch.zeros(4, dtype=torch.int64), "20MB", recompute=[])
+    assert report.parameter_bytes == 3 * Tied().embed.weight.nbytes  # with the two tensors of Adam's state
+
+
+@pytest.mark.parametrize(("optimizer", "tensors"), [("momentum", 1), ("adam", 2)])
+def test_frozen_parameters_have_no_optimizer_state(optimizer, tensors):
+    def make():
+        return nn.Sequential(nn.Linear(100, 100).requires_grad_(False), nn.Linear(100, 10))
+
+    frozen, trained = (sum(p.nbytes for p in layer.parameters()) for layer in make())
+    report = fit(make, (100,), "1MB", recompute=[], optimizer=optimizer)
+    assert report.parameter_bytes == frozen + (1 + tensors) * trained
+
+
+TABLE = torch.linspace(0, 1, 16)
+HELD = {
+    "an attribute": ("table", TABLE, lambda model: model.table),
+    "a private one": ("_table", TABLE, lambda model: model._table),
+    "in a list": ("tables", [TABLE, TABLE], lambda model: model.tables[1]),
+    "in a dict of tuples": ("tables", {"a": (TABLE,)}, lambda model: model.tables["a"][0]),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "table_of"), HELD.values(), ids=HELD)
+def test_a_tensor_that_is_no_buffer_is_fake_too(name, value, table_of):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            setattr(self, name, value)
+
+        def forward(self, x):
+            return self.linear(x * table_of(self))
+
+    assert fit(Net, (16,), "1MB", recompute=["norm"]).fits[0].batch > 2
+
+
 def test_what_does_not_fit_at_all_is_zero():
     assert fit(partial(nn.Linear, 1000, 1000), (1000,), 10**6, recompute=[]).fits[0].batch == 0
 

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import leannorm
 from leannorm._batch import call, inputs_of, positional
@@ -79,6 +80,23 @@ def test_of_a_tuple_a_model_is_given_what_its_forward_must_have():
     assert report.layers[0].values == 8
 
 
+WRAPPERS = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "DataParallel": nn.DataParallel,
+    "both": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_model_is_given_what_its_own_forward_must_have(wrap):
+    batches = [(torch.randn(8, 4), torch.randn(8, 4), torch.zeros(8)) for _ in range(2)]
+    plain, inner = Two(), Two()
+    leannorm.recalibrate(plain, batches)
+    leannorm.recalibrate(wrap(inner), batches)
+    assert torch.equal(inner.bn.running_mean, plain.bn.running_mean)
+    assert torch.equal(inner.bn.running_var, plain.bn.running_var)
+
+
 def test_names_become_positions_with_the_defaults_between():
     assert positional(Language(), {"scale": 2.0, "input_ids": IDS}) == (IDS, None, 2.0)
     for inputs, words in (({"ids": IDS}, "got 'ids'"), ({"scale": 1.0}, "must have 'input_ids'")):
@@ -118,6 +136,32 @@ def test_a_tuple_is_one_batch_and_a_list_is_several(take):
         InputError, match=r"those of Masked\.forward \(x, mask\), .* a tuple is one batch, pass"
     ):
         take(model, x.new_ones(3, 8, 4).unbind())
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.norm = nn.LSTM(3, 8), nn.BatchNorm1d(8)
+
+    def forward(self, packed):
+        assert isinstance(packed, PackedSequence)
+        return self.norm(self.rnn(packed)[0].data)
+
+
+def sequences():
+    return pack_sequence([torch.randn(n, 3) for n in (9, 6, 2)])
+
+
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+def test_a_packed_sequence_is_one_input(take):
+    model, packed = Speech(), sequences()
+    assert take(model, packed) == 1
+    assert take(model, [packed, sequences()]) == 2
+    assert inputs_of(packed).args == (packed,)
+    report = leannorm.recalibrate(model, packed)
+    assert report.layers[0].values == 17
+    with torch.no_grad():
+        torch.testing.assert_close(model.norm.running_mean, model.rnn(packed)[0].data.mean(0))
 
 
 X = torch.randn(4, 3, 8, 8)

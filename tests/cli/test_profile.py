@@ -294,3 +294,22 @@ def test_samples_that_come_in_one_order_are_profiled():
 
     report = profile(Lengths(), (torch.randn(3, 5, 3), torch.tensor([5, 4, 2])), recompute=["norm"], steps=1)
     assert [setting.name for setting in report.settings] == ["stock", "norm"]
+
+
+def test_a_sparse_tensor_counts_as_its_parts():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+            where = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+            self.adjacency = torch.sparse_coo_tensor(where, torch.ones(6), (6, 6), check_invariants=True)
+
+        def forward(self, x):
+            return self.head(self.norm(torch.sparse.mm(self.adjacency, x)))
+
+    model, x = Graph(), torch.randn(6, 8, requires_grad=True)
+    count = StockCount()
+    with count:
+        torch.sparse.mm(model.adjacency, x)
+    assert count.kept_bytes == 6 * (2 * 8 + 4)  # of each entry its two indices and its value
+    assert profile(model, x, recompute=["norm"], steps=1).settings[1].gradient_difference == 0

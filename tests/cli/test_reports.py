@@ -117,6 +117,17 @@ def test_names_are_no_markup_and_numbers_that_are_not_finite_are_null(capsys):
     assert "<caption>a &amp; b</caption>" in html
 
 
+def test_a_tables_title_is_no_markup(capsys):
+    class Titled(Odd):
+        def parts(self):
+            yield Table(["layer"], [["a" * 60]], "norms of [red]x[/red] and y[/a]")
+
+    titled = Titled("titled", 0.0, {}, ())
+    titled.print()
+    for told in (str(titled), capsys.readouterr().out):
+        assert "norms of [red]x[/red] and y[/a]" in told
+
+
 def test_a_column_has_one_unit():
     tables = [part for part in MADE["profile"]().parts() if isinstance(part, Table)]
     units = [

@@ -1,14 +1,19 @@
 """The checks of batches, one by one: what is a fault, and what looks like one and is none."""
 
 import copy
+from collections import UserDict
+from typing import NamedTuple
 
 import pytest
 import torch
 from doctor_networks import network, told, trained
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import leannorm
 from leannorm import doctor
+from leannorm.report.doctor.observe import Seen, _find_padding, moved
 
 
 def test_few_values():
@@ -163,6 +168,71 @@ def test_a_margin_is_no_padding():
     for i, image in enumerate(images):
         image[:, 4 + i % 3 : 24, 4 + i // 2 : 24 - i // 2] = torch.rand(3, 20 - i % 3, 20 - 2 * (i // 2))
     assert told(doctor(network(), images)) == []
+
+
+class BatchEncoding(UserDict):
+    """As a tokenizer's: its entries are attributes too."""
+
+    def __getattr__(self, name):
+        if name == "data":
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class Pair(NamedTuple):
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    "batch", [BatchEncoding(input_ids=IDS), Pair(IDS, IDS)], ids=lambda b: type(b).__name__
+)
+def test_a_batch_keeps_its_class_on_its_way_to_the_model(batch):
+    got = []
+
+    def forward(model, batch):
+        got.append(batch)
+        return model(batch.input_ids)
+
+    doctor(nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8)), [batch], forward=forward)
+    assert {type(one) for one in got} == {type(batch)}
+    assert all(torch.equal(one.input_ids, IDS) for one in got)
+    assert moved(batch, torch.device("meta")).input_ids.is_meta
+    assert batch.input_ids is IDS
+
+
+def test_a_packed_sequence_is_moved_whole():
+    """Its sizes stay on the CPU, where torch wants them."""
+    packed = pack_sequence([torch.randn(n, 3) for n in (2, 5)], enforce_sorted=False)
+    assert moved(packed, None).data.equal(packed.data)
+    there = moved(packed, torch.device("meta"))
+    assert (there.data.is_meta, there.sorted_indices.is_meta) == (True, True)
+    assert there.batch_sizes.equal(packed.batch_sizes)
+
+
+class Calls(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_padding_is_found_in_as_many_calls_whatever_the_length():
+    counts = []
+    for length in (64, 512):
+        x = torch.randn(2, 4, length)
+        x[1, :, length // 4 : length * 3 // 4] = 0  # the longest run is not the last
+        x[1, :, -length // 8 :] = 0
+        seen = Seen()
+        with Calls() as calls:
+            _find_padding(seen, x)
+        counts.append(calls.count)
+        assert (seen.padded, seen.uneven) == ((length // 2 - 1) / (2 * length), True)
+    assert counts[0] == counts[1]
 
 
 def test_batches_of_every_form():

@@ -1,7 +1,11 @@
 """`doctor` changes nothing of a model, to the bit, also where a forward pass raises."""
 
 import copy
+import pickle
 import random
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -122,6 +126,96 @@ def test_a_pass_that_is_interrupted_changes_nothing():
     with pytest.raises(KeyboardInterrupt):
         doctor(model, given, forward=forward)
     assert everything(model) == before
+
+
+class Noisy(nn.Module):
+    """Holds a generator of its own."""
+
+    def __init__(self, generator, draw):
+        super().__init__()
+        self.generator, self.draw, self.norm = generator, draw, nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.draw(self.generator))
+
+
+GENERATORS = {
+    "torch": (torch.Generator, lambda g: torch.rand(8, generator=g), lambda g: g.get_state().tolist()),
+    "numpy": (np.random.default_rng, lambda g: float(g.random()), lambda g: g.bit_generator.state),
+    "numpy, legacy": (np.random.RandomState, lambda g: float(g.rand()), pickle.dumps),
+    "Python": (lambda: random.Random(0), random.Random.random, random.Random.getstate),
+}
+
+
+@pytest.mark.parametrize(("make", "draw", "state_of"), GENERATORS.values(), ids=GENERATORS)
+def test_a_generator_that_the_model_holds_is_put_back(make, draw, state_of):
+    generator = make()
+    before = state_of(generator)
+    assert doctor(Noisy(generator, draw), torch.randn(4, 8)).batches == 1
+    assert state_of(generator) == before
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+
+
+class Stored(MutableMapping):
+    """A mapping whose shallow copy shares its entries."""
+
+    def __init__(self, **entries):
+        self.entries = entries
+
+    def __getitem__(self, name):
+        return self.entries[name]
+
+    def __setitem__(self, name, value):
+        self.entries[name] = value
+
+    def __delitem__(self, name):
+        del self.entries[name]
+
+    def __iter__(self):
+        return iter(self.entries)
+
+    def __len__(self):
+        return len(self.entries)
+
+
+HOLDERS = {
+    "a tensor": (lambda x: x, lambda batch: batch),
+    "a tuple": (lambda x: (x, x[0]), lambda batch: batch[0]),
+    "a named tuple": (lambda x: Pair(x, x[0]), lambda batch: batch.x),
+    "a dict": (lambda x: {"x": x}, lambda batch: batch["x"]),
+    "a mapping": (lambda x: Stored(x=x), lambda batch: batch["x"]),
+    "a dataclass": (Sample, lambda batch: batch.x),
+}
+
+
+@pytest.mark.parametrize(("hold", "tensor_of"), HOLDERS.values(), ids=HOLDERS)
+def test_a_batch_that_the_model_edits_stays_as_it_is(hold, tensor_of):
+    """And the outputs of the two modes are of equal inputs."""
+
+    class Normalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8, momentum=None)
+
+        def forward(self, x):
+            return self.norm(x.sub_(0.5).div_(0.25))
+
+    model, x = Normalized(), torch.rand(64, 8)
+    model(x.clone())
+    given, batch = x.clone(), hold(x)
+    report = doctor(model, [batch], forward=lambda model, batch: model(tensor_of(batch)))
+    assert tensor_of(batch) is x
+    assert torch.equal(x, given)
+    assert report.difference < 0.01  # by the variance's correction for 64 samples
 
 
 def test_training_after_it_is_training_without_it():

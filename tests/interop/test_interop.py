@@ -10,6 +10,7 @@ import pytest
 import torch
 from interop_cases import FILES, FIXTURES, Net, said
 from test_interop_frameworks import keras_weights
+from torch.utils._pytree import tree_leaves
 
 from leannorm import interop, nn
 from leannorm._errors import InputError, MissingDependencyError
@@ -50,6 +51,20 @@ def test_what_is_saved_loads_again(framework, count):
     mapping = interop.save(model, None, framework, count=count)
     interop.load(other, mapping, framework, count=count, **agreeing(framework))
     assert_same(model, other)
+
+
+@pytest.mark.parametrize("framework", WRITABLE)
+def test_what_is_saved_does_not_change_as_training_goes_on(framework):
+    def values(saved):
+        return [torch.as_tensor(value).tolist() for value in tree_leaves(saved)]
+
+    model = randomized(Net())
+    saved = interop.save(model, None, framework, count=None if framework == "torch" else 8)
+    before = values(saved)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
+    assert values(saved) == before
 
 
 def test_keras_takes_the_saved_list():

@@ -183,6 +183,25 @@ def test_a_lightning_trainer_is_lean(manual):
     assert "training_step" not in vars(module)
 
 
+@needs_lightning
+@pytest.mark.filterwarnings("ignore")
+def test_a_lightning_fit_that_raises_leaves_no_wrapper():
+    import_torchvision()
+    import lightning
+
+    modules = []
+
+    class Fails(lightning.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            assert "training_step" in vars(pl_module)
+            modules.append(pl_module)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        lightning_run([ours_for_lightning.lean_callback(), Fails()])
+    assert "training_step" not in vars(modules[0])
+
+
 def test_without_lightning(monkeypatch):
     for name in ("lightning", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -312,3 +312,32 @@ print(int(net.state_dict()["1.num_batches_tracked"]), all(p.grad is not None for
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "1 True", done.stderr
+
+
+class OfParts(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.parts = torch.nn.ModuleDict({name: torch.nn.BatchNorm1d(4)})
+
+    def forward(self, x):
+        (norm,) = self.parts.values()
+        return norm(x)
+
+
+@pytest.mark.parametrize("name", ["größe", "卷积", "слой_1"])
+def test_names_of_any_script_load_again(name, tmp_path):
+    x = torch.randn(8, 4)
+    forked = program.fork(OfParts(name), (x,))
+    forked.train(x)
+    forked.save(tmp_path / "net.pt2")
+    loaded = program.Program.load(tmp_path / "net.pt2")
+    assert torch.equal(loaded.infer(x), forked.infer(x))
+    assert f"parts.{name}.weight" in loaded.state_dict()
+
+
+@pytest.mark.parametrize("name", ["a(b", "__norm"])
+def test_a_name_that_would_be_refused_is_not_saved(name, tmp_path):
+    forked = program.fork(OfParts(name), (torch.randn(8, 4),))
+    with pytest.raises(InputError, match=re.escape(f"cannot hold the name {name!r}; give that part another")):
+        forked.save(tmp_path / "net.pt2")
+    assert list(tmp_path.iterdir()) == []

@@ -30,6 +30,7 @@ def check(
     is held. With MODEL and --input: train a model stock and under lean(), and compare every bit.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from leannorm._errors import InputError
     from leannorm._files import check_writable
@@ -43,7 +44,7 @@ def check(
     model = model or given
     if bool(model) != bool(input):
         raise InputError("MODEL and --input go together: a model is checked on an input, as 8x3x96x96")
-    with Console().status(f"checking {model}") as status:
+    with Console().status(Text(f"checking {model}")) as status:
         checks = []
         for one in _of_model(model, input, steps, dtype) if model else run_checks():
             checks.append(one)

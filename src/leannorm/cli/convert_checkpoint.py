@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, ModelOption
+from leannorm.cli.options import JsonFile, ModelOption, terminal
 
 if TYPE_CHECKING:
     from leannorm.interop.checkpoints.conventions import Convention
@@ -66,8 +66,6 @@ def convert_checkpoint(
     import dataclasses
     import warnings
 
-    from rich.console import Console
-
     from leannorm import interop
     from leannorm._errors import InputError
     from leannorm._files import check_writable, write_json
@@ -97,19 +95,17 @@ def convert_checkpoint(
         counted = count if writes.biased_running_var else None
         with _as_typed({"--names": "--to-names"}):
             interop.save(built, output, writes.framework, names=here, count=counted, like=like)
-    console = Console(soft_wrap=True)
+    console = terminal()
     notes = [_typed(str(warning.message)) for warning in caught]
     for note in notes:
-        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
+        console.print(f"note: {note}", style="yellow")
     for layer, settings in loaded.settings.items():
         arguments = ", ".join(f"{name}={value:g}" for name, value in settings.items())
-        console.print(
-            f"make {layer or 'the layer'} with {arguments}: {output.name} does not hold it", highlight=False
-        )
+        console.print(f"make {layer or 'the layer'} with {arguments}: {output.name} does not hold it")
     if json:
         write_json(json, dataclasses.asdict(loaded) | {"notes": notes})
-        console.print(f"numbers: {json}", highlight=False)
-    console.print(f"{len(loaded.loaded)} tensors converted: {output}", style="bold green", highlight=False)
+        console.print(f"numbers: {json}")
+    console.print(f"{len(loaded.loaded)} tensors converted: {output}", style="bold green")
 
 
 def _convention(name: str, flag: str) -> Convention:

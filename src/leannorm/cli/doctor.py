@@ -44,6 +44,7 @@ def doctor(
     import torch
     import torch.distributed as dist
     from rich.console import Console
+    from rich.text import Text
 
     from leannorm._batch import call_for
     from leannorm._errors import InputError
@@ -90,7 +91,7 @@ def doctor(
             report.stopped = str(error)
             return report
 
-    with Console().status(f"making {model}") as status:
+    with Console().status(Text(f"making {model}")) as status:
         torch.manual_seed(0)
         random = made(specs, torch.float32) if specs else None
         network = model_named(model)

@@ -32,6 +32,7 @@ def fit(
     samples fit.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from leannorm._files import check_writable
     from leannorm.cli.inputs import dtype_named, made, specs_of
@@ -41,7 +42,7 @@ def fit(
     check_writable(json)
     kind = dtype_named(dtype)
     sample = made(specs_of(input), kind, "meta")
-    with Console().status(f"making {model}") as status:
+    with Console().status(Text(f"making {model}")) as status:
         report = largest(
             lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=status.update
         )

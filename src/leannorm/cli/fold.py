@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Inputs, JsonFile, tell
+from leannorm.cli.options import Inputs, JsonFile, tell, terminal
 
 
 def fold(
@@ -26,11 +26,11 @@ def fold(
     import warnings
 
     import torch
-    from rich.console import Console
+    from rich.text import Text
 
     from leannorm._batch import positional
     from leannorm._errors import FoldError, InputError
-    from leannorm._files import check_suffix, check_writable
+    from leannorm._files import check_suffix, check_writable, replacing
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.cli.inputs import specs_of, tried
     from leannorm.cli.models import model_named
@@ -39,13 +39,13 @@ def fold(
 
     check_suffix(output, ".pt2")
     check_writable(json, output)
-    console = Console(soft_wrap=True)
+    console = terminal()
     is_file, inputs = Path(model).is_file(), None
     specs_of(input)
     if not is_file and (model.endswith(".pt2") or ":" not in model):
         raise InputError(f"there is no file {model!r}; a model is named timm:NAME or package.module:callable")
     try:
-        with console.status(f"folding {model}"), warnings.catch_warnings():
+        with console.status(Text(f"folding {model}")), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fold folded nothing")  # the report says so
             if is_file:
                 report = folding(Program.load(model), verify=verify)
@@ -54,12 +54,13 @@ def fold(
                 inputs = tried(made, input, model)
                 report = folding(made, inputs, verify=verify)
     except FoldError as error:
-        console.print(str(error), style="bold red", highlight=False)
+        console.print(str(error), style="bold red")
         raise typer.Exit(CHECK_FELL_SHORT) from error
     tell(report, json)
     if output:
         whole = report.model
         if isinstance(whole, torch.nn.Module):
             whole = torch.export.export(whole, positional(whole, inputs))
-        torch.export.save(whole, output)
-        console.print(f"folded model: {output}", highlight=False)
+        with replacing(output) as file:
+            torch.export.save(whole, file)
+        console.print(f"folded model: {output}")

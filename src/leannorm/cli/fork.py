@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from leannorm.cli.options import Inputs, JsonFile
+from leannorm.cli.options import Inputs, JsonFile, terminal
 
 
 def fork(
@@ -24,7 +24,7 @@ def fork(
 ) -> None:
     """Fork a model into one program with both modes, and print what the branches share."""
     import torch
-    from rich.console import Console
+    from rich.text import Text
 
     from leannorm._files import check_suffix, check_writable, write_json
     from leannorm.cli.inputs import specs_of, tried
@@ -38,19 +38,19 @@ def fork(
     varies = any_batch and all(spec.sizes[0] > 1 for spec in specs)
     batch = torch.export.Dim("batch", min=2)
     dynamic: Any = {spec.name: {0: batch} for spec in specs} if specs[0].name else ({0: batch},) * len(specs)
-    console = Console(soft_wrap=True)
-    with console.status(f"making {model}") as status:
+    console = terminal()
+    with console.status(Text(f"making {model}")) as status:
         made = model_named(model)
         inputs = tried(made, input, model)
-        status.update(f"exporting {model}")
+        status.update(Text(f"exporting {model}"))
         program = forking(made, inputs, dynamic if varies else None)
-    console.print(program.describe(), highlight=False, markup=False)
+    console.print(program.describe())
     if draw:
         program.draw(draw)
-        console.print(f"picture: {draw}", highlight=False)
+        console.print(f"picture: {draw}")
     if output:
         program.save(output)
-        console.print(f"program: {output}, {output.stat().st_size:,} bytes", highlight=False)
+        console.print(f"program: {output}, {output.stat().st_size:,} bytes")
     if json:
         branches = [n.meta["branch"] for n in program.graph.nodes if n.op == "call_function"]
         write_json(
@@ -62,4 +62,4 @@ def fork(
                 "values": program.names(),
             },
         )
-        console.print(f"numbers: {json}", highlight=False)
+        console.print(f"numbers: {json}")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from leannorm._report import Report
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number here.", metavar="FILE")]
@@ -27,20 +29,25 @@ Model = Annotated[str, typer.Argument(help=_MODEL, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", help=_MODEL, metavar="MODEL")]
 
 
-def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: Any = True) -> None:
-    """A report on the terminal and in the files that were asked for; fails where it does not pass."""
+def terminal() -> Console:
+    """The terminal, where text stands as it is: a path may look like rich's marks."""
     from rich.console import Console
 
+    return Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+
+
+def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: Any = True) -> None:
+    """A report on the terminal and in the files that were asked for; fails where it does not pass."""
     from leannorm._files import write_text
     from leannorm.cli import CHECK_FELL_SHORT
 
     report.print()
-    console = Console(soft_wrap=True)
+    console = terminal()
     if json:
         write_text(json, report.to_json())
-        console.print(f"numbers: {json}", highlight=False)
+        console.print(f"numbers: {json}")
     if html:
         report.to_html(html)  # type: ignore[attr-defined]  # of those that have a page
-        console.print(f"report: {html}", highlight=False)
+        console.print(f"report: {html}")
     if not passes:
         raise typer.Exit(CHECK_FELL_SHORT)

@@ -28,6 +28,7 @@ def profile(
 
     import torch
     from rich.console import Console
+    from rich.text import Text
 
     from leannorm._files import check_writable
     from leannorm.cli.inputs import dtype_named, specs_of, tried
@@ -44,7 +45,7 @@ def profile(
     others = [name.strip() for name in against.split(",") if name.strip()]
     check_methods(others)
     specs_of(input)
-    with warnings.catch_warnings(record=True) as heard, Console().status(f"making {model}") as status:
+    with warnings.catch_warnings(record=True) as heard, Console().status(Text(f"making {model}")) as status:
         torch.manual_seed(0)
         network = model_named(model).to(device, dtype_named(dtype))
         inputs = tried(network, input, model, device, dtype)

@@ -71,6 +71,9 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             pl_module.training_step = _in_context(saved, pl_module.training_step)
 
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self.teardown(trainer, pl_module, "fit")
+
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             vars(pl_module).pop("training_step", None)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from leannorm._errors import MissingDependencyError
 from leannorm.report.doctor.examine import doctor
-from leannorm.report.doctor.untouched import untouched
+from leannorm.report.untouched import untouched
 from leannorm.saving import lean, make_lean, unmake_lean
 from leannorm.saving.models import last_pass
 

@@ -7,6 +7,7 @@ import keyword
 import math
 import operator
 import re
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ _BUILTIN_NAMES = {function: name for name, function in _BUILTINS.items()}
 _CONSTANTS = {
     str(c): c for c in vars(torch).values() if isinstance(c, torch.dtype | torch.layout | torch.memory_format)
 }
+_PATHS = ("placeholder", "get_attr")  # nodes whose target is a dotted name
 _META = ("branch", "scopes", "writes")
 
 
@@ -45,6 +47,8 @@ def encode_graph(graph: fx.Graph, root: torch.nn.Module) -> dict[str, Any]:
     nodes = []
     for n in graph.nodes:
         entry: dict[str, Any] = {"op": n.op, "name": n.name, "target": n.target}
+        if n.op in _PATHS:
+            _path(n.op, str(n.target))
         if n.op == "call_function":
             entry["target"] = _encode_target(n.target)
         if n.op == "get_attr" and isinstance(module := attribute(root, str(n.target)), fx.GraphModule):
@@ -67,8 +71,8 @@ def decode_graph(data: Any, root: torch.nn.Module) -> fx.Graph:
             target = _decode_target(target)
         elif op == "output":
             target = "output"
-        elif op in ("placeholder", "get_attr"):
-            target = ".".join(_name(part, attribute=op == "get_attr") for part in target.split("."))
+        elif op in _PATHS:
+            target = _path(op, target)
         else:
             raise RefusedError(f"a node of kind {op!r}")
         if "graph" in entry:
@@ -189,10 +193,14 @@ def _decode_target(name: str) -> Any:
     return overload
 
 
+def _path(op: str, target: str) -> str:
+    return ".".join(_name(part, attribute=op == "get_attr") for part in target.split("."))
+
+
 def _name(text: str, attribute: bool = False) -> str:
     """The text, if it is a plain identifier: names become part of generated code."""
-    allowed = r"[\w :/,+-]+" if attribute else r"[A-Za-z_]\w*"
-    if not isinstance(text, str) or not re.fullmatch(allowed, text, re.ASCII):
+    plain = isinstance(text, str) and unicodedata.is_normalized("NFKC", text)  # as Python reads names
+    if not plain or not (re.fullmatch(r"[\w :/,+-]+", text) if attribute else text.isidentifier()):
         raise RefusedError(f"the name {text!r}")
     if text.startswith("__") or (keyword.iskeyword(text) and not attribute):
         raise RefusedError(f"the name {text!r}")

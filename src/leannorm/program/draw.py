@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Mapping
 from html import escape
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import fx
 
+from leannorm._files import write_text
 from leannorm.program.join import INFER, SHARED, TRAIN
 
 _WIDTH, _ROW, _BOX, _GAP = 380, 34, 26, 40
@@ -68,7 +68,7 @@ def describe(graph: fx.Graph, kinds: Mapping[str, str], inputs: str) -> str:
 
 def draw(graph: fx.Graph, kinds: Mapping[str, str], path: str | os.PathLike[str]) -> None:
     """Write an SVG file: the shared part at the top, the training branch left, the inference branch right."""
-    Path(path).write_text("\n".join(_picture(rows(graph, kinds))), encoding="utf-8")
+    write_text(os.fspath(path), "\n".join(_picture(rows(graph, kinds))))
 
 
 def _picture(columns: Mapping[str, list[Row]]) -> Iterator[str]:

@@ -35,10 +35,14 @@ def write(
 ) -> None:
     """Write the file; if anything fails, an existing file is unchanged."""
     memories: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    try:
+        encoded = codec.encode_graph(joined.graph, joined.root)
+    except codec.RefusedError as error:
+        raise InputError(f"a program's file cannot hold {error}; give that part another name") from error
     text = {
         "format": _FORMAT,
         "variables": [_describe(n, t, memories) for n, t in joined.variables.items()],
-        "graph": codec.encode_graph(joined.graph, joined.root),
+        "graph": encoded,
         "results": {k: [codec.encode(v) for v in values] for k, values in joined.results.items()},
         "kinds": joined.kinds,
         "inputs": [

@@ -17,6 +17,8 @@ from leannorm.report.loss import mean_square
 from leannorm.report.memory import StepMemory
 from leannorm.report.settings import Setting
 
+_TABLES = frozenset(vars(nn.Module()))
+
 
 class _Meter(TorchDispatchMode):
     """Adds up the bytes of the storages that operations allocate, while they are alive."""
@@ -54,7 +56,7 @@ class _Meter(TorchDispatchMode):
 
 
 def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """The model that `make` returns, with fake tensors as parameters and buffers.
+    """The model that `make` returns, with fake tensors as parameters, buffers and attributes.
 
     It is made on the meta device, which takes no memory, or, if its constructor reads values, on the CPU.
     """
@@ -63,15 +65,23 @@ def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module
             model = make()
     except (RuntimeError, NotImplementedError):
         model = make()
+    made: dict[Tensor, Tensor] = {}  # by identity: a tied weight is one
+
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor not in made:
+            new = _empty_like(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            made[tensor] = new
+        return made[tensor]
+
     with mode:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            for table in (module._parameters, module._buffers, vars(module)):
+                for name, value in list(table.items()):
+                    has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+                    if has_tensors and (table is not vars(module) or name not in _TABLES):
+                        table[name] = tree_map_only(Tensor, fake, value)
     return model
 
 
@@ -84,7 +94,7 @@ def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, inputs: 
     with mode:
         fake = tree_map_only(Tensor, _empty_like, (inputs.args, dict(inputs.kwargs)))
         meter = _Meter()
-        meter.ignore([fake, list(model.parameters()), list(model.buffers())])
+        meter.ignore([fake, [vars(module) for module in model.modules()]])
         with meter:
             with setting.around():
                 loss = mean_square(Arguments(*fake).call(setting.run))

@@ -154,8 +154,9 @@ def fit(
     mode = FakeTensorMode()
     model = fake_model(make, mode)
     one.checked(model)
-    parameters = sum(p.nbytes for p in model.parameters())
-    there = parameters * (1 + OPTIMIZER_STATE[optimizer]) + sum(b.nbytes for b in model.buffers())
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    there = sum(t.nbytes for t in tensors) + OPTIMIZER_STATE[optimizer] * trained
 
     def needed(setting: Setting, batch: int) -> int:
         progress(f"{setting.name}, batch {batch}")
@@ -166,7 +167,7 @@ def fit(
     for setting in settings_for(model, recompute):
         try:
             batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), available)  # type: ignore[misc]
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise InputError(
                 f"the model does not run on fake tensors of {', '.join(one.described())} "
                 f"({str(error).strip().splitlines()[0]}): check the input's sizes, or measure it with profile"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving.ledger import Record
+from leannorm.saving.shards import storage_of
 
 Counts = Callable[[], tuple[int, int]]
 
@@ -37,14 +38,14 @@ class StockCount(saved_tensors_hooks):
     """Counts the bytes that stock autograd holds: every storage once, parameters not counted."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, int]] = {}  # references to storages, so that no address is reused
+        self._kept: dict[int, tuple[Any, int]] = {}  # references to them, so that no address is reused
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         base = tensor if tensor._base is None else tensor._base
         if not (base.is_leaf and base.requires_grad):
-            storage = tensor.untyped_storage()
-            self._kept[storage._cdata] = (storage, storage.nbytes())
+            place, nbytes = storage_of(tensor)
+            self._kept[place or id(tensor)] = (tensor.detach(), nbytes)
         return tensor
 
     kept_bytes = property(lambda self: sum(nbytes for _, nbytes in self._kept.values()))

@@ -22,6 +22,7 @@ from leannorm.report.memory_report import Measured, MemoryReport
 from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
 from leannorm.report.timing import time_step
+from leannorm.report.untouched import untouched
 
 
 def profile(
@@ -44,9 +45,10 @@ def profile(
     `compile_options` for each lean setting. `loss` makes a scalar of the output: by default its own `loss`,
     as models of transformers have it where they are given labels, else the mean square of what it holds.
     The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
-    memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
-    before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB are
-    measured with rebuilds, too, although `lean` leaves them as they are in training.
+    memory is kept from then on (`keep_freed_memory`). Each pass starts from the model, the inputs and the
+    random numbers as they are, and all of them are as before when it returns. `progress` is told what is
+    being done. Passes that save less than 4 MiB are measured with rebuilds, too, although `lean` leaves them
+    as they are in training.
 
     Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 
@@ -70,27 +72,34 @@ def profile(
     device = learned[0].device
     freed_memory = keep_freed_memory()
     results = [Measured(setting.name) for setting in settings]
-    forwards = [partial(_forward, setting, arguments, loss) for setting in settings]
-    with _unchanged(model) as restore:
-        stock: list[Tensor | None] = []
-        for setting, forward, measured in zip(settings, forwards, results, strict=True):
-            progress(f"measuring {setting.name}")
+    stock: list[Tensor | None] = []
+    for setting, measured in zip(settings, results, strict=True):
+        progress(f"measuring {setting.name}")
+        with _a_pass(model, arguments) as batch:
             # with a budget the first pass makes the plan, under torch.compile it compiles
-            for of_pass in (partial(_on_others, setting, arguments, loss), forward):
-                restore()
-                of_pass().backward()
+            _on_others(setting, batch, loss).backward()
+        with _a_pass(model, arguments) as batch:
+            _forward(setting, batch, loss).backward()
             gradients = [p.grad for p in learned]
-            stock = stock or gradients
-            measured.gradient_difference = _difference(gradients, stock)
-            restore()
+        stock = stock or gradients
+        measured.gradient_difference = _difference(gradients, stock)
+        with _a_pass(model, arguments) as batch:
             measured.kept, measured.peak, timeline, measured.forward_end = measure_step(
-                forward, device=device
+                partial(_forward, setting, batch, loss), device=device
             )
-            measured.timeline = list(timeline)
-            restore()
-            if setting.eager:
-                _count(model, setting, arguments, loss, measured)
-        _time(settings, forwards, results, steps, device, restore, progress)
+        measured.timeline = list(timeline)
+        if setting.eager:
+            with _a_pass(model, arguments) as batch:
+                _count(model, setting, batch, loss, measured)
+    seconds: list[list[float]] = [[] for _ in settings]
+    for turn in range(steps):
+        progress(f"timing, turn {turn + 1} of {steps}")
+        for setting, taken in zip(settings, seconds, strict=True):
+            with _a_pass(model, arguments) as batch:
+                taken.append(time_step(partial(_step, setting, batch, loss), device))
+    for measured, taken in zip(results, seconds, strict=True):
+        measured.seconds = median(taken)
+        measured.time_ratio = median(a / b for a, b in zip(taken, seconds[0], strict=True))
     return MemoryReport(
         type(model).__name__,
         arguments.described(),
@@ -110,6 +119,10 @@ def _forward(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tenso
         return loss(arguments.call(setting.run))
 
 
+def _step(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor]) -> None:
+    _forward(setting, arguments, loss).backward()
+
+
 def _on_others(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor]) -> Tensor:
     """On tensors of other values, as in training: a rebuild is tried until it has met two."""
     try:
@@ -119,27 +132,12 @@ def _on_others(setting: Setting, arguments: Arguments, loss: Callable[[Any], Ten
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives a function that restores buffers and sets gradients to None; at the end all is restored."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    generator = torch.get_rng_state()
-
-    @torch.no_grad()
-    def restore() -> None:
-        for buffer, before in buffers:
-            buffer.copy_(before)
-        for parameter, _ in gradients:
+def _a_pass(model: nn.Module, arguments: Arguments) -> Iterator[Arguments]:
+    """A pass from the model's state, without gradients; gives a copy of the inputs, and leaves nothing."""
+    with untouched(model, parameters=False):
+        for parameter in model.parameters():
             parameter.grad = None
-
-    restore()
-    try:
-        yield restore
-    finally:
-        restore()
-        torch.set_rng_state(generator)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        yield arguments.copied()
 
 
 def _difference(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -> float:
@@ -166,23 +164,3 @@ def _count(
 
 def _counts(saved: Any) -> tuple[int, int]:
     return saved.kept_bytes, saved.rebuilt_bytes
-
-
-def _time(
-    settings: Sequence[Setting],
-    forwards: Sequence[Callable[[], Tensor]],
-    results: Sequence[Measured],
-    steps: int,
-    device: torch.device,
-    restore: Callable[[], None],
-    progress: Callable[[str], None],
-) -> None:
-    seconds: list[list[float]] = [[] for _ in settings]
-    for turn in range(steps):
-        progress(f"timing, turn {turn + 1} of {steps}")
-        for taken, forward in zip(seconds, forwards, strict=True):
-            restore()
-            taken.append(time_step(lambda forward=forward: forward().backward(), device))  # type: ignore[misc]
-    for measured, taken in zip(results, seconds, strict=True):
-        measured.seconds = median(taken)
-        measured.time_ratio = median(a / b for a, b in zip(taken, seconds[0], strict=True))

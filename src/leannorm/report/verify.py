@@ -17,6 +17,7 @@ from leannorm._batch import Arguments, inputs_of
 from leannorm.report.loss import mean_square
 from leannorm.report.numerics import Check
 from leannorm.report.settings import leaner
+from leannorm.report.untouched import random_state
 from leannorm.saving.evidence import RebuildError
 
 SETTINGS = ("norm", "conv", "budget 0.5")
@@ -58,13 +59,13 @@ def _steps(
     model = copy.deepcopy(model)
     for i in range(steps):
         model.zero_grad()
-        with torch.random.fork_rng():
+        with random_state(model):
             torch.manual_seed(i)
             with warnings.catch_warnings():
                 # a budget that is out of reach is verified, too
                 warnings.filterwarnings("ignore", "leannorm: budget=")
                 with context():
-                    loss = mean_square(arguments.call(model))
+                    loss = mean_square(arguments.copied().call(model))
             loss.backward()
         yield {
             **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},

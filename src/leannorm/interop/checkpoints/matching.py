@@ -204,11 +204,10 @@ def to_ours(value: Tensor, slot: Slot, convention: Convention) -> Tensor:
 
 
 def to_theirs(slot: Slot, convention: Convention) -> Tensor:
-    """The model's tensor with the framework's order of axes, on the CPU."""
+    """A copy of the model's tensor with the framework's order of axes, on the CPU."""
     value, axes = slot.tensor.detach().cpu(), _axes(slot, convention)
-    if axes is None:
-        return value
-    value = permuted(value, TORCH_AXES[slot.kind or ""], axes)
-    if _is_depthwise(slot, convention):
-        value = value.squeeze(-2).unflatten(-1, (slot.module.groups, -1))
-    return value.contiguous()
+    if axes is not None:
+        value = permuted(value, TORCH_AXES[slot.kind or ""], axes)
+        if _is_depthwise(slot, convention):
+            value = value.squeeze(-2).unflatten(-1, (slot.module.groups, -1))
+    return value.clone(memory_format=torch.contiguous_format)

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
-from leannorm._batch import call_for
+from leannorm._batch import call_for, unwrapped
 from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
@@ -22,7 +22,7 @@ from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.gradients import Gradients, gradients_of
 from leannorm.report.doctor.measured import gap_of, least_gap
 from leannorm.report.doctor.meeting import Meeting, meeting_of, ranks_in_words
-from leannorm.report.doctor.observe import first_batches, observe, unwrapped
+from leannorm.report.doctor.observe import first_batches, observe
 from leannorm.report.doctor.parallel import cut_one_model, same_model
 from leannorm.report.doctor.ranks import Rank, described, shown_by
 from leannorm.report.doctor.subject import SEVERITIES, Check, Found, Subject

@@ -14,14 +14,14 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from leannorm._batch import call
+from leannorm._batch import call, unwrapped
 from leannorm._catalog import Norm
 from leannorm._errors import InputError
-from leannorm.report.doctor.observe import Forward, eager, moved, place_of, set_modes, tensors_of, unwrapped
+from leannorm.report.doctor.observe import Forward, eager, moved, place_of, set_modes, tensors_of
 from leannorm.report.doctor.ranks import digest_of, in_numbers, part_of
 from leannorm.report.doctor.subject import values_of
-from leannorm.report.doctor.untouched import untouched
 from leannorm.report.doctor.values import one_value_passes
+from leannorm.report.untouched import untouched
 
 Gradients = dict[str, tuple[str, list[float]]]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.rnn import PackedSequence
 
-from leannorm._batch import batches_of, call
+from leannorm._batch import batches_of, call, unwrapped
 from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
-from leannorm.report.doctor.untouched import random_state, untouched
 from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
+from leannorm.report.untouched import random_state, untouched
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8
@@ -113,18 +115,6 @@ def observe(
                 set_modes(core, trained)
                 outputs.append([t.double() for t in tensors_of(run(core, moved(batches[0], place)))])
     return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
-
-
-def unwrapped(model: Module) -> Module:
-    """The model itself, without the wrappers that send or compile."""
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    while True:
-        if isinstance(model, wrappers):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
 
 
 def eager(model: Module) -> AbstractContextManager[Any]:
@@ -245,11 +235,8 @@ def _find_padding(one: Seen, x: Tensor) -> None:
             continue
         same = x.narrow(axis, 1, length - 1) == x.narrow(axis, 0, length - 1)
         same = same.movedim(axis, 1).flatten(2).all(2)
-        longest = torch.zeros(len(same), dtype=torch.int64, device=same.device)
-        run = longest.clone()
-        for column in same.unbind(1):
-            run = (run + 1) * column
-            longest = torch.maximum(longest, run)
+        at = torch.arange(length - 1, device=same.device)
+        longest = (at - torch.where(same, -1, at).cummax(1).values).amax(1)
         share = float(longest.sum()) / (len(same) * length)
         if share > one.padded and int(longest.max() - longest.min()) * 3 >= length:
             one.padded, one.uneven = share, True
@@ -268,14 +255,42 @@ def place_of(model: Module) -> torch.device | None:
 
 
 def moved(batch: Any, place: torch.device | None) -> Any:
-    """The batch on the model's device."""
+    """A copy of the batch, which the model may edit, on its device."""
     if isinstance(batch, Tensor):
-        return batch.to(place) if place is not None else batch
-    if type(batch) in (tuple, list):
-        return type(batch)(moved(part, place) for part in batch)
+        return batch.to(place, copy=True)
+    if isinstance(batch, PackedSequence):
+        data, lengths, *indices = batch
+        return PackedSequence(moved(data, place), lengths, *(moved(one, place) for one in indices))
+    is_named = isinstance(batch, tuple) and hasattr(batch, "_fields")
+    if is_named or type(batch) in (tuple, list):
+        parts = [moved(part, place) for part in batch]
+        return type(batch)(*parts) if is_named else type(batch)(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        made = _opened(batch)
+        for field in fields(batch):
+            if hasattr(batch, field.name):
+                object.__setattr__(made, field.name, moved(getattr(batch, field.name), place))
+        return made
     if isinstance(batch, Mapping):
-        return {name: moved(part, place) for name, part in batch.items()}
+        parts_of = {name: moved(part, place) for name, part in batch.items()}
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return parts_of
+        try:
+            made = _opened(batch)
+            made.update(parts_of)
+        except Exception:  # a class with rules of its own
+            return parts_of
+        return made
     return batch
+
+
+def _opened(batch: Any) -> Any:
+    """A copy whose entries can be exchanged: what holds them is another one, too."""
+    made = copy.copy(batch)
+    for name, held in [*vars(made).items()] if hasattr(made, "__dict__") else ():
+        if isinstance(held, (dict, list)):
+            object.__setattr__(made, name, copy.copy(held))
+    return made
 
 
 def tensors_of(output: Any) -> Iterable[Tensor]:

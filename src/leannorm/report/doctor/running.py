@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from leannorm._batch import unwrapped
 from leannorm._catalog import norms_of
 from leannorm.report.doctor.findings import LEAST_GAP
-from leannorm.report.doctor.observe import unwrapped
 from leannorm.report.doctor.subject import Found, Subject, check, child_of, initial, layer, values_of
 
 HALF = (torch.float16, torch.bfloat16)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from leannorm._catalog import Norm
 from leannorm.report.doctor.ranks import SYNCHRONIZED
 from leannorm.report.doctor.subject import Call, Found, Subject, check, layer
-from leannorm.report.doctor.untouched import untouched
+from leannorm.report.untouched import untouched
 
 
 @check("note", "A bias that the norm removes", "values")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,11 +91,13 @@ def _copy(value: Any, copies: dict[int, Tensor]) -> Tensor | None:
     Also of a buffer that is made of tensors, such as a DTensor. Not of such a parameter: FSDP2 has its own
     references to these.
     """
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return None  # a copy would not be of the graph that it belongs to
     made_of_tensors = is_traceable_wrapper_subclass(value) and not isinstance(value, Parameter)
     if type(value) not in (Tensor, Parameter, torch.nn.Buffer) and not made_of_tensors:
         return None
     if id(value) not in copies:
-        copied = value.detach().clone()
+        copied = value.detach().clone().requires_grad_(value.requires_grad)
         if isinstance(value, Parameter):
             copied = Parameter(copied, requires_grad=value.requires_grad)
         copies[id(value)] = copied
@@ -107,6 +110,7 @@ def random_state(model: Module) -> Iterator[None]:
     tensors = [*model.parameters(), *model.buffers()]
     places = sorted({(t.device.type, t.device.index or 0) for t in tensors} - {("cpu", 0), ("meta", 0)})
     pythons, numpys = random.getstate(), np.random.get_state()
+    own = [put_back for module in model.modules() for put_back in _generators(module)]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for kind, index in places:
@@ -116,3 +120,18 @@ def random_state(model: Module) -> Iterator[None]:
         finally:
             random.setstate(pythons)
             np.random.set_state(numpys)
+            for put_back in own:
+                put_back()
+
+
+def _generators(module: Module) -> Iterator[Callable[[], object]]:
+    """What puts back the generators that are attributes of the module."""
+    for held in vars(module).values():
+        if isinstance(held, torch.Generator):
+            yield partial(held.set_state, held.get_state())
+        elif isinstance(held, random.Random):
+            yield partial(held.setstate, held.getstate())
+        elif isinstance(held, np.random.RandomState):
+            yield partial(held.set_state, held.get_state())
+        elif isinstance(held, np.random.Generator):
+            yield partial(setattr, held.bit_generator, "state", held.bit_generator.state)
