@@ -40,21 +40,14 @@ inline std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& call) 
   return nullptr;
 }
 
-inline PyObject* watch_edits(PyObject*, PyObject*) {
-  HANDLE_TH_ERRORS
-  if (edits.passes++ == 0) {
-    edits.in_place.clear(), edits.since = at::sequence_number::peek();
-    at::RecordFunctionCallback callback(&see);
-    edits.handle = at::addThreadLocalCallback(callback.scopes({at::RecordScope::FUNCTION}));
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+inline void watch_edits() {
+  if (edits.passes++ > 0) return;
+  edits.in_place.clear(), edits.since = at::sequence_number::peek();
+  at::RecordFunctionCallback callback(&see);
+  edits.handle = at::addThreadLocalCallback(callback.scopes({at::RecordScope::FUNCTION}));
 }
-inline PyObject* stop_watching(PyObject*, PyObject*) {
-  HANDLE_TH_ERRORS
+inline void stop_watching() {
   if (edits.passes > 0 && --edits.passes == 0) at::removeCallback(edits.handle);
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
 // Does anyone else listen to operators in this thread, such as a profiler?
@@ -73,12 +66,10 @@ inline InPlace worked_in_place(const Node& node) {
   return std::binary_search(edits.in_place.begin(), edits.in_place.end(), node.sequence_nr()) ? InPlace::kYes : InPlace::kNo;
 }
 // worked_in_place(node): None where that was not seen.
-inline PyObject* asked_in_place(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  const Node* const node = node_of(object);
+inline std::optional<bool> asked_in_place(py::handle object) {
+  const Node* const node = node_of(object.ptr());
   const InPlace told = node == nullptr ? InPlace::kUnknown : worked_in_place(*node);
-  return Py_NewRef(told == InPlace::kUnknown ? Py_None : told == InPlace::kYes ? Py_True : Py_False);
-  END_HANDLE_TH_ERRORS
+  return told == InPlace::kUnknown ? std::nullopt : std::optional(told == InPlace::kYes);
 }
 
 }  // namespace leannorm

@@ -37,32 +37,24 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
     LEANNORM_FIELD(HardsigmoidBackward0, self), LEANNORM_FIELD(GeluBackward0, self);
     LEANNORM_FIELD(HardtanhBackward0, self), LEANNORM_FIELD(LeakyReluBackward0, self);
     LEANNORM_FIELD(MulBackward0, self), LEANNORM_FIELD(MulBackward0, other);
-    LEANNORM_FIELD(NativeBatchNormBackward0, input), LEANNORM_FIELD(NativeBatchNormBackward0, weight);
-    LEANNORM_FIELD(NativeBatchNormBackward0, result1), LEANNORM_FIELD(NativeBatchNormBackward0, result2);
-    LEANNORM_FIELD(NativeLayerNormBackward0, input), LEANNORM_FIELD(NativeLayerNormBackward0, weight);
-    LEANNORM_FIELD(NativeLayerNormBackward0, bias), LEANNORM_FIELD(NativeLayerNormBackward0, result1);
-    LEANNORM_FIELD(NativeLayerNormBackward0, result2);
-    LEANNORM_FIELD(NativeGroupNormBackward0, input), LEANNORM_FIELD(NativeGroupNormBackward0, weight);
-    LEANNORM_FIELD(NativeGroupNormBackward0, result1), LEANNORM_FIELD(NativeGroupNormBackward0, result2);
-    LEANNORM_FIELD(CudnnBatchNormBackward0, input), LEANNORM_FIELD(CudnnBatchNormBackward0, weight);
-    LEANNORM_FIELD(CudnnBatchNormBackward0, result1), LEANNORM_FIELD(CudnnBatchNormBackward0, result2);
+#define LEANNORM_NORM(kind) \
+  LEANNORM_FIELD(kind, input), LEANNORM_FIELD(kind, weight), LEANNORM_FIELD(kind, result1), LEANNORM_FIELD(kind, result2)
+    LEANNORM_NORM(NativeBatchNormBackward0), LEANNORM_NORM(CudnnBatchNormBackward0), LEANNORM_NORM(NativeGroupNormBackward0);
+    LEANNORM_NORM(NativeLayerNormBackward0), LEANNORM_FIELD(NativeLayerNormBackward0, bias);
     LEANNORM_FIELD(FusedRmsNormBackward0, input), LEANNORM_FIELD(FusedRmsNormBackward0, weight);
     LEANNORM_FIELD(FusedRmsNormBackward0, result1);
     LEANNORM_FIELD(ConvolutionBackward0, input), LEANNORM_FIELD(ConvolutionBackward0, weight);
     LEANNORM_FIELD(MmBackward0, self), LEANNORM_FIELD(MmBackward0, mat2);
     LEANNORM_FIELD(AddmmBackward0, mat1), LEANNORM_FIELD(AddmmBackward0, mat2);
-    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, query);
-    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, key);
-    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, value);
-    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, attn_mask);
-    LEANNORM_FIELD(ScaledDotProductFlashAttentionBackward0, query), LEANNORM_FIELD(ScaledDotProductFlashAttentionBackward0, key);
-    LEANNORM_FIELD(ScaledDotProductFlashAttentionBackward0, value);
-    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, query);
-    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, key);
-    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, value);
+#define LEANNORM_ATTENTION(kind) LEANNORM_FIELD(kind, query), LEANNORM_FIELD(kind, key), LEANNORM_FIELD(kind, value)
+    LEANNORM_ATTENTION(ScaledDotProductFlashAttentionBackward0), LEANNORM_ATTENTION(ScaledDotProductEfficientAttentionBackward0);
     LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, attn_bias);
-    LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, query), LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, key);
-    LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, value), LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, attn_bias);
+    LEANNORM_ATTENTION(ScaledDotProductCudnnAttentionBackward0);
+    LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, attn_bias);
+    LEANNORM_ATTENTION(ScaledDotProductFlashAttentionForCpuBackward0);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, attn_mask);
+#undef LEANNORM_ATTENTION
+#undef LEANNORM_NORM
 #undef LEANNORM_FIELD
     const auto add_norm = [&]<class Kind, size_t... at>(std::index_sequence<at...>) {
       (add.template operator()<Kind>(kRawNames[at] + std::strlen("_raw_saved_"),

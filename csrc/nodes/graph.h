@@ -34,9 +34,32 @@ inline PyObject* thread_of(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-inline PyObject* this_thread(PyObject*, PyObject*) {
-  return PyLong_FromUnsignedLongLong(at::RecordFunction::currentThreadId());
-}
+// While it lives, torch's compiler leaves alone what this thread calls: where it has left code to Python, it watches
+// all that this calls, and would compile our functions too.
+class Unwatched {
+ public:
+  Unwatched() {
+    if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != &_PyEval_EvalFrameDefault) before_ = watch(py::none());
+  }
+  Unwatched(const Unwatched&) = delete;
+  ~Unwatched() {
+    if (!before_ || before_.is_none()) return;
+    const py::error_scope kept;
+    try {
+      watch(before_);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("leannorm");
+    }
+  }
+
+ private:
+  static py::object watch(const py::object& callback) {
+    static const auto* const set = new py::object(
+        py::getattr(py::module_::import("torch._C._dynamo.eval_frame"), "set_eval_frame", py::none()));
+    return set->is_none() ? py::object() : (*set)(callback);  // a release that names it otherwise
+  }
+  py::object before_;
+};
 
 inline PyObject* layout_of(const at::TensorGeometry& geometry) {
   py::tuple sizes = py::cast(geometry.sizes().vec()), strides = py::cast(geometry.strides().vec());

@@ -36,21 +36,10 @@ inline Template template_of(py::handle from) {
   return made;
 }
 
-struct MemoObject {
-  PyObject_HEAD
-  std::shared_ptr<Memo> memo;
-};
-
 constexpr size_t kMostOfOneLayout = 12, kMostKinds = 8192;
 
 // learn(tensor, next, kind): of the tensor that is packed now; returns whether there was room.
-inline PyObject* learn(PyObject* self, PyObject* arguments) {
-  HANDLE_TH_ERRORS
-  PyObject *object, *given;
-  unsigned long long next;
-  if (!PyArg_ParseTuple(arguments, "OKO", &object, &next, &given)) return nullptr;
-  const Tensor t = THPVariable_Unpack(object);
-  const py::handle from(given);
+inline bool learn(Memo& memo, const Tensor& t, uint64_t next, py::handle from) {
   auto made = std::make_shared<Kind>(Kind{.device = t.device()});
   Node* const node = t.grad_fn().get();
   made->type = class_id(node), made->output = t.output_nr(), made->version = t._version();
@@ -67,22 +56,16 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   }
   size_t places = 0;
   for (const Check& check : made->checks) made->first.push_back(places), places += check.fields.size() + check.edges.size();
-  if (made->checks.size() > kMostChecks || places != made->same.size()) Py_RETURN_FALSE;
+  if (made->checks.size() > kMostChecks || places != made->same.size()) return false;
   for (const Check& check : made->checks)
-    if (check.told.empty() || check.edges.size() > kMostEdges || check.fields.size() > kMostFields) Py_RETURN_FALSE;
-  Memo& memo = *reinterpret_cast<MemoObject*>(self)->memo;
+    if (check.told.empty() || check.edges.size() > kMostEdges || check.fields.size() > kMostFields) return false;
   if (memo.size >= kMostKinds) memo.clear();  // shapes that never repeat
   auto& place = memo.kinds[key_of(made->type, made->output, made->version, made->newest, t)];
   auto more = place ? std::make_shared<Memo::Kinds>(*place) : std::make_shared<Memo::Kinds>();
-  if (more->size() >= kMostOfOneLayout) Py_RETURN_FALSE;
+  if (more->size() >= kMostOfOneLayout) return false;
   more->push_back(std::move(made)), ++memo.size;
   place = std::move(more);
-  Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
-}
-inline PyObject* clear_memo(PyObject* self, PyObject*) {
-  reinterpret_cast<MemoObject*>(self)->memo->clear();
-  Py_RETURN_NONE;
+  return true;
 }
 
 // ---------------------------------------------------------------- passes
@@ -95,7 +78,7 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OO", &memo, &given)) return nullptr;
   const py::handle from(given);
   auto made = std::make_unique<State>();
-  made->memo = reinterpret_cast<MemoObject*>(memo)->memo;
+  made->memo = py::handle(memo).cast<std::shared_ptr<Memo>>();
   made->packing = object_of(from["packing"]), made->pack = object_of(from["pack"]);
   made->flags = object_of(from["flags"]);
   made->before = object_of(from["before"]), made->provenance = object_of(from["provenance"]);
@@ -136,34 +119,10 @@ inline PyTypeObject pass_type = [] {
   return type;
 }();
 
-extern PyTypeObject memo_type;
-inline PyObject* new_memo(PyObject*, PyObject*) {
-  auto* const made = PyObject_New(MemoObject, &memo_type);
-  if (made != nullptr) new (&made->memo) std::shared_ptr<Memo>(std::make_shared<Memo>());
-  return reinterpret_cast<PyObject*>(made);
-}
-inline void free_memo(PyObject* self) {
-  using Pointer = std::shared_ptr<Memo>;
-  reinterpret_cast<MemoObject*>(self)->memo.~Pointer();
-  PyObject_Free(self);
-}
-inline PyMethodDef memo_methods[] = {
-    {"learn", learn, METH_VARARGS, nullptr}, {"clear", clear_memo, METH_NOARGS, nullptr}, {nullptr}};
-inline PyTypeObject memo_type = [] {
-  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-  type.tp_name = "leannorm._nodes.Memo", type.tp_basicsize = sizeof(MemoObject), type.tp_dealloc = free_memo;
-  type.tp_flags = Py_TPFLAGS_DEFAULT, type.tp_methods = memo_methods;
-  return type;
-}();
-
 // fields(node): the names of the saved tensors that kinds can ask for.
-inline PyObject* field_names(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  const Node* const node = node_of(object);
-  py::tuple found(node == nullptr ? 0 : fields_of(node).names.size());
-  for (size_t i = 0; i < found.size(); ++i) found[i] = py::str(fields_of(node).names[i]);
-  return found.release().ptr();
-  END_HANDLE_TH_ERRORS
+inline py::tuple field_names(py::handle object) {
+  const Node* const node = node_of(object.ptr());
+  return py::cast(node == nullptr ? std::vector<const char*>() : fields_of(node).names);
 }
 
 // ---------------------------------------------------------------- the module
@@ -189,13 +148,14 @@ inline PyObject* set_lean(PyObject*, PyObject* arguments) {
 inline PyObject* references(PyObject*, PyObject* object) { return PyLong_FromSsize_t(Py_REFCNT(object)); }
 
 inline PyMethodDef lean_functions[] = {
-    {"references", references, METH_O, nullptr},
-    {"watch_edits", watch_edits, METH_NOARGS, nullptr}, {"stop_watching", stop_watching, METH_NOARGS, nullptr},
-    {"worked_in_place", asked_in_place, METH_O, nullptr},
-    {"unpack", unpack, METH_O, nullptr}, {"set_lean", set_lean, METH_VARARGS, nullptr}, {"begin", begin, METH_VARARGS, nullptr},
-    {"rows", rows, METH_O, nullptr}, {"memo", new_memo, METH_NOARGS, nullptr}, {"fields", field_names, METH_O, nullptr}, {nullptr}};
-inline bool add_lean(PyObject* module) {
-  return PyType_Ready(&pass_type) == 0 && PyType_Ready(&memo_type) == 0 && PyModule_AddFunctions(module, lean_functions) == 0;
+    {"references", references, METH_O, nullptr}, {"unpack", unpack, METH_O, nullptr}, {"rows", rows, METH_O, nullptr},
+    {"set_lean", set_lean, METH_VARARGS, nullptr}, {"begin", begin, METH_VARARGS, nullptr}, {nullptr}};
+inline void add_lean(py::module_ module) {
+  py::class_<Memo, std::shared_ptr<Memo>>(module, "Memo", py::module_local())
+      .def(py::init()).def("learn", &learn).def("clear", &Memo::clear);
+  module.def("fields", &field_names).def("watch_edits", &watch_edits).def("stop_watching", &stop_watching);
+  module.def("worked_in_place", &asked_in_place);
+  if (PyType_Ready(&pass_type) != 0 || PyModule_AddFunctions(module.ptr(), lean_functions) != 0) throw py::error_already_set();
 }
 
 }  // namespace leannorm

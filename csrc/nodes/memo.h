@@ -25,6 +25,8 @@ inline void in_ledger(State* p, PyObject* value) {
   const Ref reference = out_of_circles(checked(PyWeakref_NewRef(value, nullptr)));
   set(p->ledger.get(), names()._closed, Py_None);
   if (PyList_Append(p->values.get(), reference.get()) != 0) throw Unusual();
+  if (PyList_GET_SIZE(p->values.get()) > p->most_values)
+    p->most_values = PyLong_AsLong(checked(PyObject_CallMethodNoArgs(p->ledger.get(), names().drop_dead)).get());
 }
 
 // As is_parameter of evidence.py, of a base.
@@ -371,6 +373,7 @@ inline PyObject* by_packing(State* p, PyObject* object) {
 
 inline PyObject* pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
+  const Unwatched unwatched;
   State* const p = reinterpret_cast<PassObject*>(self)->state;
   ++p->seen;
   try {

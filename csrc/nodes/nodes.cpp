@@ -152,44 +152,21 @@ PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-// The backward pass of fast.py.
-PyObject* set_backward(PyObject*, PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(by_python, function);
-  Py_RETURN_NONE;
-}
-
-// launch.py, which says what the current device is.
-PyObject* set_launches(PyObject*, PyObject* module) {
-  tapes().module = py::reinterpret_borrow<py::object>(module);
-  Py_RETURN_NONE;
-}
-
-// keep_tape(operator, arguments, made, launches, results)
-PyObject* keep_tape(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 5);
-  const auto list = [&](int i) { return py::handle(given[i]).cast<py::list>(); };
-  tapes().keep(py::handle(given[0]).cast<std::string>(), py::handle(given[1]).cast<py::tuple>(), list(2), list(3), list(4));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* forget_tapes(PyObject*, PyObject*) {
-  tapes().forget();
-  Py_RETURN_NONE;
+// What is called once in a process, or once for a kind of call.
+void add_settings(py::module_ module) {
+  module.def("set_backward", [](py::object of_fast) { by_python = of_fast.release().ptr(); });
+  module.def("set_launches", [](py::object launch) { tapes().module = launch; });  // it says what the current device is
+  module.def("keep_tape", [](const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches,
+                             const py::list& results) { tapes().keep(name, arguments, made, launches, results); });
+  module.def("forget_tapes", [] { tapes().forget(); });
+  module.def("this_thread", [] { return at::RecordFunction::currentThreadId(); });
 }
 
 PyMethodDef functions[] = {
     {"channel_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_channel_norm)), METH_FASTCALL, nullptr},
     {"evaluation", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_evaluation)), METH_FASTCALL, nullptr},
     {"row_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_row_norm)), METH_FASTCALL, nullptr},
-    {"set_launches", &set_launches, METH_O, nullptr},
-    {"keep_tape", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&keep_tape)), METH_FASTCALL, nullptr},
-    {"forget_tapes", &forget_tapes, METH_NOARGS, nullptr},
-    {"set_backward", &set_backward, METH_O, nullptr},
     {"thread_of", &thread_of, METH_O, nullptr},
-    {"this_thread", &this_thread, METH_NOARGS, nullptr},
     {"in_view", &in_view, METH_O, nullptr},
     {"sample", &sample, METH_O, nullptr},
     {"storage", &storage, METH_O, nullptr},
@@ -246,13 +223,12 @@ extern "C" __attribute__((visibility("default"), used)) const char leannorm_node
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
   using namespace leannorm;
   HANDLE_TH_ERRORS
-  PyObject* const module = PyModule_Create(&definition);
-  if (module == nullptr) return nullptr;
-  if (add_class<ChannelNorm>(module, "torch.autograd.function.ChannelNormBackward") &&
-      add_class<ChannelAffine>(module, "torch.autograd.function.ChannelAffineBackward") &&
-      add_class<RowNorm>(module, "torch.autograd.function.RowNormBackward") && add_lean(module))
-    return module;
-  Py_DECREF(module);
-  return nullptr;
+  const auto module = py::reinterpret_steal<py::module_>(PyModule_Create(&definition));
+  if (!module || !add_class<ChannelNorm>(module.ptr(), "torch.autograd.function.ChannelNormBackward") ||
+      !add_class<ChannelAffine>(module.ptr(), "torch.autograd.function.ChannelAffineBackward") ||
+      !add_class<RowNorm>(module.ptr(), "torch.autograd.function.RowNormBackward"))
+    return nullptr;
+  add_settings(module), add_lean(module);
+  return module.inc_ref().ptr();
   END_HANDLE_TH_ERRORS
 }

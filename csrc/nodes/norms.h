@@ -131,7 +131,8 @@ struct ChannelAffine final : Direct {
   variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
     static const Operator both("channel_backward"), sums("channel_grad_sums"), input("channel_input_grad");
     const bool has_x = kept[kX].defined();
-    const Tensor dy = has_x ? like(kept[kX], given) : given.contiguous(layout);
+    const Tensor& laid_out = has_x ? kept[kX] : kept[kOut];
+    const Tensor dy = laid_out.defined() ? like(laid_out, given) : given.contiguous(layout);
     const Tensor x = has_x ? kept[kX] : dy;  // only its shape and layout are read
     const auto taken = [&](auto... more) {
       return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);

@@ -160,6 +160,7 @@ inline bool reads_alone() {
 
 inline PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
+  const Unwatched unwatched;
   Rebuild rebuild;
   bool is_usual = false;
   try {

@@ -28,7 +28,7 @@ inline Ref out_of_circles(Ref object) {
 struct Names {
 #define LEANNORM_NAME(name) *name = PyUnicode_InternFromString(#name)
   PyObject LEANNORM_NAME(shape), LEANNORM_NAME(dtype), LEANNORM_NAME(sample), LEANNORM_NAME(seen), LEANNORM_NAME(_largest);
-  PyObject LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed), LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry);
+  PyObject LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed), LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(drop_dead);
   PyObject LEANNORM_NAME(_offers), LEANNORM_NAME(rebuilds), LEANNORM_NAME(told), LEANNORM_NAME(again), LEANNORM_NAME(recent);
   PyObject LEANNORM_NAME(append), LEANNORM_NAME(plan), LEANNORM_NAME(made_for), LEANNORM_NAME(calls), LEANNORM_NAME(rebuild);
   PyObject LEANNORM_NAME(narrow), LEANNORM_NAME(whys);

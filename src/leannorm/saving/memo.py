@@ -54,7 +54,7 @@ class _Memo:
 
     def __init__(self) -> None:
         assert NODES is not None
-        self.kinds = NODES.memo()
+        self.kinds = NODES.Memo()
         self.attempts: dict[Hashable, int] = {}
 
 

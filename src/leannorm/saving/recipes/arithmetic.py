@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import Given, OfInput, of_input, recipe
 from leannorm.saving.recipes.views import VIEWS
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
@@ -22,48 +22,32 @@ def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     return _of_two(torch.mul, node, given)
 
 
-@recipe("MulBackward1")
-def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, number = given(0), node._saved_other
-    return None if x is None else Step(torch.mul, (x,), (), (number,), kind="scale")
-
-
-_OF_ONE: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "NegBackward0": (torch.neg, ()),
-    "PowBackward0": (torch.pow, ("exponent",)),
-    "RsqrtBackward0": (torch.rsqrt, ()),
-}
-
-
-@recipe(*_OF_ONE)
-def of_one(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """What rotary embeddings and norms written by hand are made of."""
-    function, names = _OF_ONE[kind_of(node)]
-    x = given(0)
-    return None if x is None else Step(function, (x,), (), tuple(constant(node, name) for name in names))
+# What rotary embeddings and norms written by hand are made of
+of_input({
+    "MulBackward1": OfInput(torch.mul, ("other",), "scale"),
+    "NegBackward0": OfInput(torch.neg),
+    "PowBackward0": OfInput(torch.pow, ("exponent",)),
+    "RsqrtBackward0": OfInput(torch.rsqrt),
+})  # fmt: skip
 
 
 def _mean(x: Tensor, dim: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
     return torch.mean(x, dim, keepdim, dtype=dtype)
 
 
-@recipe("MeanBackward1")
-def mean(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x = given(0)
-    constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
-    return None if x is None else Step(_mean, (x,), (), constants)
-
-
 def _sum(x: Tensor, dim: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
     return torch.sum(x, dim, keepdim, dtype=dtype)
 
 
-@recipe("SumBackward1")
-def sum_over(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+_OVER_AXES = {"MeanBackward1": _mean, "SumBackward1": _sum}
+
+
+@recipe(*_OVER_AXES)
+def over_axes(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """A token's sum over its experts; the sum by which a router's weights are divided."""
     x = given(0)
     constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
-    return None if x is None else Step(_sum, (x,), (), constants)
+    return None if x is None else Step(_OVER_AXES[kind_of(node)], (x,), (), constants)
 
 
 @recipe("DivBackward0")
@@ -178,8 +162,4 @@ def where(node: Any, output: int, given: Given, like: Tensor | None) -> Step | N
     a, b, condition = given(0), given(1), saved(node, "condition")
     if a is None or b is None or condition is None:
         return None
-    return Step(_where, (condition, a, b), kind="scale")
-
-
-def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(condition, a, b)
+    return Step(torch.where, (condition, a, b), kind="scale")

@@ -8,11 +8,12 @@ graph only through its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -29,6 +30,26 @@ def recipe(*kinds: str) -> Callable[[Recipe], Recipe]:
         return build
 
     return register
+
+
+class OfInput(NamedTuple):
+    """A function of the node's first input and of these constants, which the node saved."""
+
+    function: Callable[..., Tensor]
+    constants: tuple[str, ...] = ()
+    kind: str = "norm"
+
+
+def of_input(rows: Mapping[str, OfInput]) -> set[str]:
+    """Register the nodes of these kinds, each with what it computes; returns the kinds."""
+
+    @recipe(*rows)
+    def build(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+        function, names, kind = rows[kind_of(node)]
+        x, constants = given(0), tuple(constant(node, name) for name in names)
+        return None if x is None else Step(function, (x,), (), constants, kind=kind)
+
+    return {*rows}
 
 
 def copy_of(value: Value | None) -> Tensor | None:

@@ -9,35 +9,33 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import Given, OfInput, of_input, recipe
 from leannorm.saving.steps import Step
 
 _aten = torch.ops.aten
-_SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
-_NEAREST: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "UpsampleNearest1DBackward0": (_aten.upsample_nearest1d, _SCALES[1]),
-    "UpsampleNearest2DBackward0": (_aten.upsample_nearest2d, _SCALES[2]),
-    "UpsampleNearest3DBackward0": (_aten.upsample_nearest3d, _SCALES[3]),
-    "UpsampleNearestExact1DBackward0": (_aten._upsample_nearest_exact1d, _SCALES[1]),
-    "UpsampleNearestExact2DBackward0": (_aten._upsample_nearest_exact2d, _SCALES[2]),
-    "UpsampleNearestExact3DBackward0": (_aten._upsample_nearest_exact3d, _SCALES[3]),
-}
-_UPSAMPLED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    **_NEAREST,
-    "UpsampleLinear1DBackward0": (_aten.upsample_linear1d, ("align_corners", *_SCALES[1])),
-    "UpsampleBilinear2DBackward0": (_aten.upsample_bilinear2d, ("align_corners", *_SCALES[2])),
-    "UpsampleBicubic2DBackward0": (_aten.upsample_bicubic2d, ("align_corners", *_SCALES[2])),
-    "UpsampleTrilinear3DBackward0": (_aten.upsample_trilinear3d, ("align_corners", *_SCALES[3])),
-}
-NEAREST = {*_NEAREST}
+_L, _HW = ("output_size", "scales"), ("output_size", "scales_h", "scales_w")
+_DHW = "output_size", "scales_d", "scales_h", "scales_w"
 
 
-@recipe(*_UPSAMPLED)
-def upsampled(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    function, names = _UPSAMPLED[kind_of(node)]
-    x, constants = given(0), tuple(constant(node, name) for name in ("output_size", *names))
-    kind = "scale" if kind_of(node) in NEAREST else "norm"  # moves elements, as a pyramid's sums need them
-    return None if x is None else Step(function, (x,), (), constants, kind=kind)
+def _between(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names[0], "align_corners", *names[1:]
+
+
+# Moves elements, as a pyramid's sums need them
+NEAREST = of_input({
+    "UpsampleNearest1DBackward0": OfInput(_aten.upsample_nearest1d, _L, "scale"),
+    "UpsampleNearest2DBackward0": OfInput(_aten.upsample_nearest2d, _HW, "scale"),
+    "UpsampleNearest3DBackward0": OfInput(_aten.upsample_nearest3d, _DHW, "scale"),
+    "UpsampleNearestExact1DBackward0": OfInput(_aten._upsample_nearest_exact1d, _L, "scale"),
+    "UpsampleNearestExact2DBackward0": OfInput(_aten._upsample_nearest_exact2d, _HW, "scale"),
+    "UpsampleNearestExact3DBackward0": OfInput(_aten._upsample_nearest_exact3d, _DHW, "scale"),
+})  # fmt: skip
+of_input({
+    "UpsampleLinear1DBackward0": OfInput(_aten.upsample_linear1d, _between(_L)),
+    "UpsampleBilinear2DBackward0": OfInput(_aten.upsample_bilinear2d, _between(_HW)),
+    "UpsampleBicubic2DBackward0": OfInput(_aten.upsample_bicubic2d, _between(_HW)),
+    "UpsampleTrilinear3DBackward0": OfInput(_aten.upsample_trilinear3d, _between(_DHW)),
+})  # fmt: skip
 
 
 def _max_pool2d(x: Tensor, *window: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from leannorm.saving.graph import kind_of, kind_of_function
 from leannorm.saving.localized import sign
 from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.views import as_it_is
 from leannorm.saving.shards import local_of, shared_as, spec_of
 from leannorm.saving.steps import Step
 
@@ -36,16 +37,12 @@ def know_torchs_functions() -> None:
                 kind_of_function(getattr(module, name))
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
 @recipe(_TO_LOCAL)
 def to_local(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x = given(0)
     if x is None or x.spec is None or x.spec != node.dtensor_spec:
         return None
-    return Step(_same, (x,), kind="view")
+    return Step(as_it_is, (x,), kind="view")
 
 
 @recipe(_FROM_LOCAL)
@@ -58,7 +55,7 @@ def from_local(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     whole = tuple(node._input_metadata[0].shape)
     if spec is None or tuple(spec.shape) != whole or spec.placements != placements:
         return None
-    return Step(_same, (x,), kind="view", spec=spec)
+    return Step(as_it_is, (x,), kind="view", spec=spec)
 
 
 def _made_for(node: Any) -> tuple[Any, Any]:

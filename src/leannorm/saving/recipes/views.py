@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, find, kind_of, register
 from leannorm.saving.recipes.activations import with_norm
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import Given, OfInput, of_input, recipe
 from leannorm.saving.shards import local_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, Value, held
@@ -41,33 +41,23 @@ def reshape(node: Any, output: int, given: Given, like: Tensor | None) -> Step |
     return _view(torch.reshape, given(0), _shape(node, output))
 
 
-def _expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.expand(shape)
-
-
 @recipe("ExpandBackward0")
 def expand(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    return _view(_expand, given(0), _shape(node, output))
+    return _view(Tensor.expand, given(0), _shape(node, output))
 
 
-def _alias(x: Tensor) -> Tensor:
+def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-_VIEWS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "AliasBackward0": (_alias, ()),
-    "TBackward0": (torch.t, ()),
-    "TransposeBackward0": (torch.transpose, ("dim0", "dim1")),
-    "PermuteBackward0": (torch.permute, ("dims",)),
-    "SelectBackward0": (torch.select, ("dim", "index")),
-    "SliceBackward0": (torch.ops.aten.slice, ("dim", "start", "end", "step")),
-}
-
-
-@recipe(*_VIEWS)
-def view(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    function, names = _VIEWS[kind_of(node)]
-    return _view(function, given(0), *(constant(node, name) for name in names))
+_VIEWS = of_input({
+    "AliasBackward0": OfInput(as_it_is, (), "view"),
+    "TBackward0": OfInput(torch.t, (), "view"),
+    "TransposeBackward0": OfInput(torch.transpose, ("dim0", "dim1"), "view"),
+    "PermuteBackward0": OfInput(torch.permute, ("dims",), "view"),
+    "SelectBackward0": OfInput(torch.select, ("dim", "index"), "view"),
+    "SliceBackward0": OfInput(torch.ops.aten.slice, ("dim", "start", "end", "step"), "view"),
+})  # fmt: skip
 
 
 def _unbind(x: Tensor, output: int, dim: int) -> Tensor:
@@ -105,21 +95,14 @@ def part(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return _view(function, given(0), output, *(constant(node, name) for name in names))
 
 
-_MOVES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "RollBackward0": (torch.roll, ("shifts", "dims")),
-    "FlipBackward0": (torch.flip, ("dims",)),
-    "PixelShuffleBackward0": (torch.pixel_shuffle, ("upscale_factor",)),
-    "PixelUnshuffleBackward0": (torch.pixel_unshuffle, ("downscale_factor",)),
-}
-MOVES = {*_MOVES, "StackBackward0"}
-
-
-@recipe(*_MOVES)
-def moved(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Elements in another order, in memory of their own."""
-    function, names = _MOVES[kind_of(node)]
-    x, constants = given(0), tuple(constant(node, name) for name in names)
-    return None if x is None else Step(function, (x,), (), constants)
+of_input({"RepeatBackward0": OfInput(Tensor.repeat, ("repeats",))})
+# Elements in another order, in memory of their own
+MOVES = {"StackBackward0"} | of_input({
+    "RollBackward0": OfInput(torch.roll, ("shifts", "dims")),
+    "FlipBackward0": OfInput(torch.flip, ("dims",)),
+    "PixelShuffleBackward0": OfInput(torch.pixel_shuffle, ("upscale_factor",)),
+    "PixelUnshuffleBackward0": OfInput(torch.pixel_unshuffle, ("downscale_factor",)),
+})  # fmt: skip
 
 
 def _index(x: Tensor, *rest: Any) -> Tensor:
@@ -144,16 +127,6 @@ def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     """Padding of width 0, which is a copy. Other padding is held: its node does not save the fill value."""
     x, widths = given(0), constant(node, "pad")
     return None if x is None or any(widths) else Step(torch.clone, (x,))
-
-
-def _repeat(x: Tensor, repeats: tuple[int, ...]) -> Tensor:
-    return x.repeat(repeats)
-
-
-@recipe("RepeatBackward0")
-def repeat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, repeats = given(0), constant(node, "repeats")
-    return None if x is None else Step(_repeat, (x,), (), (repeats,))
 
 
 def _contiguous(x: Tensor, form: torch.memory_format) -> Tensor:
@@ -262,10 +235,6 @@ def laid_out_as(value: Value, like: Tensor) -> Step | None:
     return Step(_laid_out, (value,), (), (shape, stride))
 
 
-def _narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    return x.narrow(dim, start, length)
-
-
 def find_parts_in(value: Value, node: Any) -> None:
     """Register the inputs of a held `cat` as slices of it.
 
@@ -298,7 +267,7 @@ def _slice(
         whole = reference()
         if whole is None or not whole.current:
             return None
-        value = Value(None, 0, Step(_narrow, (whole,), (), (dim, start, length), kind="view"))
+        value = Value(None, 0, Step(torch.narrow, (whole,), (), (dim, start, length), kind="view"))
         value.as_made, value.seen_at = False, seen_at
         value.provenance, value.order = whole.provenance, whole.order
         return value
