@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leannorm._errors import DtypeError, InputError
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.modes import transformed
+from leannorm.ops.modes import traced, transformed
 from leannorm.ops.plan import values_per_channel
 
 _STRIDED = torch.strided
@@ -73,7 +73,7 @@ def same_device(name: str, tensor: Tensor | None, input: Tensor) -> None:
 
 def may_be_kept(**tensors: Tensor | None) -> None:
     """Of a recorded call, before running statistics move: autograd refuses such a tensor when they have."""
-    if torch.compiler.is_compiling():
+    if traced():
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.is_inference():
@@ -127,7 +127,7 @@ def momentum_is_a_number(value: float | None) -> None:
 
 
 def _writable(*tensors: Tensor) -> bool:
-    return torch.compiler.is_compiling() or all(map(_can_be_updated, tensors))
+    return traced() or all(map(_can_be_updated, tensors))
 
 
 def _can_be_updated(tensor: Tensor) -> bool:

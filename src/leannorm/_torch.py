@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 OLDEST = "2.10"
 TESTED = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
@@ -30,6 +34,18 @@ def is_tested(found: str) -> bool:
     (True, False, False)
     """
     return found.split("+")[0] in TESTED
+
+
+def left_to_python(function: _F) -> _F:
+    """The function, which torch's compiler does not compile, nor what it calls, where code that is left to
+    Python calls it: there it watches every call."""
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:  # a release that names them otherwise
+        pass
+    return function
 
 
 def _numbers(release: str) -> tuple[int, ...]:

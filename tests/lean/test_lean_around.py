@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import small, trial
+from leannorm.saving import reasons, small, trial
 
 top = torch._C._autograd._top_saved_tensors_default_hooks
 aten = torch.ops.aten
@@ -45,6 +45,96 @@ def test_sparse_tensors_are_held_and_counted(layout, most, monkeypatch):
         return [w.grad for w in weights]
 
     assert_as_stock(program)
+
+
+def adjacency_of(layout):
+    """A sparse matrix, and its bytes."""
+    matrix = (torch.rand(128, 128) < 0.1).float().to_sparse(layout=layout)
+    if layout is torch.sparse_coo:
+        matrix = matrix.coalesce()
+        return matrix, matrix.indices().nbytes + matrix.values().nbytes
+    return matrix, matrix.crow_indices().nbytes + matrix.col_indices().nbytes + matrix.values().nbytes
+
+
+LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("most", [-1, 1 << 30])
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_a_sparse_tensor_counts_once_by_what_it_is_made_of(layout, most, monkeypatch, with_and_without_nodes):
+    monkeypatch.setattr(small, "SMALL", most)
+    matrix, nbytes = adjacency_of(layout)
+    a, b = (torch.randn(128, 4, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        with lean() as saved:
+            loss = torch.sparse.mm(matrix, a).sum() + torch.sparse.mm(matrix, b).sum()
+        loss.backward()
+        assert saved.kept_bytes == nbytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_a_pass_with_sparse_tensors_has_a_plan(layout, with_and_without_nodes):
+    matrix, _ = adjacency_of(layout)
+    a, b = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        with lean(budget=0.9) as saved:
+            h = torch.relu(torch.sparse.mm(matrix, torch.randn(128, 64) @ a))
+            loss = torch.tanh(h @ b).square().mean()
+        loss.backward()
+        assert not saved.reasons
+    assert saved.plan.stock_bytes == saved.kept_bytes + saved.rebuilt_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_a_plan_counts_a_sparse_tensor_of_two_readers_once(layout):
+    matrix, _ = adjacency_of(layout)
+    a, b = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        with lean(budget=0.9) as saved:
+            h = torch.relu(torch.sparse.mm(matrix, torch.randn(128, 64) @ a))
+            loss = torch.sparse.mm(matrix, torch.tanh(h @ b)).square().mean()
+        loss.backward()
+    assert saved.plan.stock_bytes == saved.kept_bytes + saved.rebuilt_bytes
+
+
+@pytest.mark.parametrize("most", [-1, 1 << 30])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_without_sizes_are_held(most, monkeypatch, with_and_without_nodes):
+    monkeypatch.setattr(small, "SMALL", most)
+
+    def program(context):
+        linear, rows = nn.Linear(64, 64), [torch.randn(n, 64) for n in (20, 33)]
+        for _ in range(3):
+            with context() as saved:
+                y = torch.relu(linear(torch.nested.nested_tensor(rows)))
+                loss = torch.nested.to_padded_tensor(y, 0.0).sum()
+            loss.backward()
+            assert saved is None or saved.kept_bytes >= 4 * 53 * 64
+        return [linear.weight.grad]
+
+    assert_as_stock(program)
+
+
+@contextmanager
+def by_a_manager(saving):
+    with saving as saved:
+        yield saved
+
+
+def test_a_plan_keeps_no_variables_of_the_functions_around_its_pass():
+    """Another function than that of the training loop enters it."""
+    model, batches = network(), []
+    for _ in range(3):
+        x = torch.randn(512, 64)
+        batches.append(StorageWeakRef(x.untyped_storage()))
+        with by_a_manager(lean(budget=0.5)):
+            loss = model(x).square().mean()
+        loss.backward()
+    del x, loss
+    assert all(batch.expired() for batch in batches)
 
 
 @pytest.mark.parametrize("most", [-1, 1 << 30])
@@ -128,7 +218,8 @@ def test_under_modes_that_only_watch_nothing_is_tried_anew(mode, monkeypatch):
     assert saved.rebuilt_bytes > 0
 
 
-def test_a_pass_may_end_where_torch_admits_no_hooks():
+def test_a_pass_may_end_where_torch_admits_no_hooks(monkeypatch):
+    monkeypatch.setattr(reasons, "_WARNED", set())
     w = torch.randn(64, 64, requires_grad=True)
     first = lean()
     first.__enter__()

@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import io
+import os
 import pickle
 import warnings
 import weakref
@@ -20,8 +21,9 @@ from test_lean_composes import IMAGE, SETTINGS, gradients, network
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import leannorm
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, make_lean, unmake_lean
+from leannorm.saving import lean, make_lean, memo, unmake_lean
 
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of reach")
 
@@ -221,6 +223,79 @@ def test_compiled_code_is_left_alone():
             y = compiled(IMAGE)
         y.square().mean().backward()
         assert torch.allclose(y, expected["output"], atol=1e-5)
+
+
+class Breaks(nn.Module):
+    """A frame that torch's compiler leaves to Python, which runs what it calls eagerly."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            torch._dynamo.graph_break()
+            x = F.gelu(y) + x
+        return x
+
+
+HOOKS = {
+    "searched": (-1, {"budget": 0.5}),
+    "small": (1 << 30, {}),
+    "held": (-1, {"held": (torch.clone, torch.clone)}),
+    "verify": (-1, {"verify": True}),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.filterwarnings("ignore:leannorm", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:Using .torch.compile.module")
+def test_hooks_are_not_compiled_where_a_graph_breaks(kind, monkeypatch, with_and_without_nodes):
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+    most, setting = HOOKS[kind]
+    monkeypatch.setattr("leannorm.saving.small.SMALL", most)
+    model, x = Breaks(), torch.randn(64, 64)
+    compiled = torch.compile(model, backend="aot_eager")
+    clear_compilation_metrics()
+
+    def gradients_of(around):
+        with around:
+            loss = compiled(x).square().mean()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    stock = gradients_of(contextlib.nullcontext())
+    for _ in range(3):
+        assert all(map(torch.equal, gradients_of(lean(**setting)), stock))
+    files = {metrics.co_filename for metrics in get_compilation_metrics()}
+    assert __file__ in files
+    assert not [name for name in files if name and name.startswith(os.path.dirname(leannorm.__file__))]
+
+
+class HasLean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.saving = network(), lean("conv")
+
+    def forward(self, x):
+        with self.saving:
+            return self.layers(x)
+
+
+def test_a_copy_of_a_lean_object_has_its_settings_and_no_passes():
+    def gradients_of(model):
+        return torch.autograd.grad(model(IMAGE).square().mean(), list(model.parameters()))
+
+    model = HasLean()
+    stock = torch.autograd.grad(model.layers(IMAGE).square().mean(), list(model.parameters()))
+    gradients_of(model)
+    kept, memos = model.saving.kept_bytes, len(memo._MEMOS)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not copied.saving.records
+        assert all(map(torch.equal, gradients_of(copied), stock))
+        assert copied.saving.kept_bytes == kept
+    assert len(memo._MEMOS) == memos
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. lean.. was entered under a torch.func transform")

@@ -11,6 +11,7 @@ from torch import nn
 from leannorm import lean
 from leannorm.report.memory import measure_step
 from leannorm.saving import masks, narrowed
+from leannorm.saving.evidence import RebuildError
 from leannorm.saving.trial import same_bits
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -239,6 +240,23 @@ def test_attention_holds_a_bit_for_each_weight_that_it_drops():
     q, saved = torch.randn(2, 4, 64, 32, requires_grad=True), lean()
     assert_stock(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).square().sum(), [q], saved)
     assert held(saved, "bits of a mask") == 2 * 4 * 64 * 64 // 8
+
+
+def test_verify_compares_what_is_held_in_fewer_bytes(monkeypatch):
+    """With a wrong bit in each mask."""
+    unpacked = masks.unpack_bits
+
+    def wrong(packed, count):
+        flags = unpacked(packed, count).clone()
+        flags[0] = ~flags[0]
+        return flags
+
+    x = torch.randn(64, 64, requires_grad=True)
+    monkeypatch.setattr(masks, "unpack_bits", wrong)
+    with lean(verify=True):
+        loss = F.dropout(x * 2, 0.5).sum()
+    with pytest.raises(RebuildError, match="rebuilt wrongly"):
+        loss.backward()
 
 
 def test_what_is_not_of_two_values_is_held_as_it_is():

@@ -292,6 +292,30 @@ def test_two_depths_in_turns_settle_each_on_its_plan(goal):
     assert sum(len(known.entries) for known in plans._KNOWN.values()) == 2
 
 
+class Experts(nn.Module):
+    """Each is given another number of rows in each pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(4))
+
+    def forward(self, x):
+        y, shares = self.norm(x), torch.rand(4).tolist()
+        return sum(e(y[: int(32 * 16**s)]).square().sum() for e, s in zip(self.experts, shares, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_sizes_that_never_repeat_are_planned_ever_more_seldom(monkeypatch):
+    made = []
+    monkeypatch.setattr(plans, "plan", lambda *a: made.append(plan(*a)) or made[-1])
+    model, counts = Experts(), []
+    for _ in range(2):
+        steps_of(model, torch.randn(12, 512, 64), budget=0.5)
+        counts.append(len(made))
+    assert counts[1] - counts[0] <= 2
+
+
 def edited():
     """A model whose norms' outputs are edited under no_grad while `edits` is true: that holds them."""
     model = Norms(3)

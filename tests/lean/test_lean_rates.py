@@ -10,9 +10,11 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from leannorm import compile_options
 from leannorm.planning.goal import Goal
-from leannorm.saving import lean, rates
+from leannorm.saving import lean, rates, reasons
 from leannorm.saving.plan import plan
 
 CPU = torch.device("cpu")
@@ -60,9 +62,20 @@ def entry(file, **changes):
         lambda file: json.dumps(entry(file, memory="fast")),
         lambda file: json.dumps(entry(file, products={"4": 1e9})),
         lambda file: "[]",
+        lambda file: "[" * 100_000,
         lambda file: "",
     ],
-    ids=["cut off", "older", "another device", "negative", "a word", "two dtypes missing", "a list", "empty"],
+    ids=[
+        "cut off",
+        "older",
+        "another device",
+        "negative",
+        "a word",
+        "two dtypes missing",
+        "a list",
+        "too deep",
+        "empty",
+    ],
 )
 def test_what_another_device_or_version_left_or_half_of_it_is_measured_again(file, text):
     again()
@@ -113,6 +126,81 @@ def test_without_a_file_nothing_is_measured(monkeypatch):
     assert again() == (rates.table(CPU), None)
 
 
+def test_a_user_without_a_home_has_the_table(monkeypatch):
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "LEANNORM_RATES"):
+        monkeypatch.delenv(name, raising=False)
+    assert again() == (rates.table(CPU), None)
+    assert compile_options()["custom_partitioner_fn"].uuid()  # torch asks for it at each compilation
+
+
+def test_what_others_keep_meanwhile_stays(file, monkeypatch):
+    def measure(device):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"another device": {}}))
+        return FOUND
+
+    monkeypatch.setattr(rates, "measure", measure)
+    assert again() == (FOUND, None)
+    assert json.loads(file.read_text()).keys() == {"another device", rates._name(CPU)}
+
+
+def test_what_a_compilation_measures_has_its_hooks(file, monkeypatch):
+    """A backend asks for rates, as `compile_options()` does."""
+    tensors = []
+
+    def measure(device):
+        with torch.enable_grad(), lean("conv") as saved:
+            loss = nn.Sequential(nn.Linear(16, 64), nn.SiLU())(torch.ones(64, 16)).sum()
+        tensors.append(len(saved.records))
+        loss.backward()
+        return FOUND
+
+    def backend(module, inputs):
+        assert again() == (FOUND, None)
+        return module.forward
+
+    monkeypatch.setattr(rates, "measure", measure)
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
+    again()  # kept
+    measure(CPU)
+    assert tensors[0] == tensors[1] > 0
+    assert len(tensors) == 2
+
+
+class Dtypes(TorchDispatchMode):
+    """Of all products, convolutions and sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ in ("addmm", "mm", "convolution", "add", "native_layer_norm"):
+            self.seen |= {one.dtype for one in (found if isinstance(found, tuple) else (found,))}
+        return found
+
+
+def test_what_is_measured_is_of_float32_whatever_the_default_is(monkeypatch):
+    monkeypatch.setattr(rates, "_LONG", 0.0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for measure in (
+            lambda: rates._of_convolutions(torch.contiguous_format, CPU),
+            lambda: rates._of_sums(1024, CPU),
+            lambda: rates.of_hooks(1),
+            rates._is_busy,
+        ):
+            with Dtypes() as dtypes:
+                measure()
+            assert dtypes.seen == {torch.float32}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_measuring_finds_what_can_be_and_touches_no_generator():
     before = torch.get_rng_state()
     hold, rebuild = rates.of_hooks(4)
@@ -147,6 +235,17 @@ def test_where_the_hooks_cost_more_nothing_is_looked_at_from_the_second_pass_on(
     run.x = torch.cat([run.x] * 3)  # three times the bytes: looked at again
     run.step(saved)
     assert saved.rebuilt_bytes > 0
+
+
+def test_where_all_tensors_are_tiny_nothing_is_looked_at_from_the_second_pass_on():
+    run = Run()
+    run.model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+    run.x, saved = torch.randn(32, 8), lean(overhead=0.05)
+    stock = run.step(torch.enable_grad())
+    for turn in range(3):
+        assert all(map(torch.equal, run.step(saved), stock))
+        assert ({record.node for record in saved.records} == {""}) == (turn > 0)  # held as it is
+        assert (reasons.DEAR in saved.reasons) == (turn > 0)
 
 
 def test_more_time_never_keeps_more_and_the_hooks_are_counted(file, monkeypatch):

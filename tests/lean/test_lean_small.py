@@ -1,5 +1,7 @@
 """A pass that saves little is left as it is from its second time on; one that saves much never is."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,65 @@ def test_a_pass_that_has_grown_is_looked_at_again():
     assert_equal(whole, expected)
     assert after.rebuilt_bytes > saved.rebuilt_bytes
     assert after.kept_bytes + after.rebuilt_bytes == saved.kept_bytes + saved.rebuilt_bytes
+
+
+class Gates(nn.Module):
+    """Three layers save the output of one norm, and two products what others have saved."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.q(y) * self.k(y).sigmoid() * self.v(y)
+
+
+def test_a_small_pass_counts_each_storage_once(with_and_without_nodes):
+    model, x = nn.Sequential(Gates(), Gates()), torch.randn(150, 32)
+    for turn in range(4):
+        _, saved = step(model, x)
+        assert 0.75 * LIMIT < saved.kept_bytes + saved.rebuilt_bytes <= LIMIT
+        assert (saved.rebuilt_bytes == 0) == (turn > 0)
+
+
+@pytest.mark.parametrize("most", [-1, LIMIT])
+def test_each_thread_has_its_own_pass_of_one_object(most, monkeypatch):
+    """The first one's ends within that of the second, which goes on to save more than a small one."""
+    monkeypatch.setattr(small, "SMALL", most)
+    saving, model, x = lean(), network(), torch.randn(48, 32)
+    xs = {"first": x, "second": torch.randn(512, 32)}
+    expected = {who: stock(model, xs[who]) for who in xs}
+    opened, ended = {who: threading.Event() for who in xs}, threading.Event()
+    found, parameters = {}, list(model.parameters())
+
+    def run(x, within=lambda: None):
+        with saving:
+            y = model[:3](x)
+            within()
+            loss = model[3:](y).square().mean()
+        return torch.autograd.grad(loss, parameters)
+
+    def first():
+        found["first"] = run(x, lambda: (opened["first"].set(), opened["second"].wait(30)))
+        ended.set()
+
+    def second():
+        opened["first"].wait(30)
+        found["second"] = run(xs["second"], lambda: (opened["second"].set(), ended.wait(30)))
+
+    for _ in range(2):
+        run(x)  # small, so that the next one is from its start
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for who in xs:
+        assert_equal(found[who], expected[who])
+    assert saving.rebuilt_bytes > 0
+    assert not saving._open
 
 
 def test_a_node_that_ran_in_the_small_part_is_no_evidence():

@@ -86,8 +86,8 @@ def test_a_node_tells_in_which_pass_it_was_made(with_and_without_nodes):
     with lean() as saved:
         y = x.exp()
         z = y + 1
-        assert saved._open[-1]._packing.search.provenance.made(y.grad_fn)
-        assert saved._open[-1]._packing.search.provenance.made(z.grad_fn)
+        assert saved._open[-1][1]._packing.search.provenance.made(y.grad_fn)
+        assert saved._open[-1][1]._packing.search.provenance.made(z.grad_fn)
     assert not seen.made(before.grad_fn)
     assert not seen.made(others[0].grad_fn)
 

@@ -5,6 +5,7 @@ import random
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,6 +178,7 @@ def test_a_step_without_values_has_stock_s_plan():
         ({"peak": "8 apples"}, "like 24GiB, 24GB or 500MB; got '8 apples'"),
         ({"peak": 0}, "got 0"),
         ({"peak": 1.5}, "got 1.5"),
+        ({"peak": float("inf")}, "got inf"),
     ],
 )
 def test_goals_that_do_not_exist(given, said):
@@ -190,3 +192,8 @@ def test_peaks_in_words():
     assert goal("norm", None, None, "8GiB") == Goal(peak=8 * 2**30)
     assert goal("norm", None, None, 1) == Goal(peak=1.0)
     assert goal("norm", None, None, 2**20) == Goal(peak=2**20)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert goal("norm", None, None, np.int64(2**20)) == Goal(peak=2**20)
+    assert goal("norm", np.float32(0.5), None, None) == Goal(budget=0.5)

@@ -17,7 +17,7 @@ def forget():
     plans._KNOWN.clear()
     small._STAYED_SMALL.clear()
     small.SMALL = -1  # but where a program asks for it
-    leaves.Leaves._known.clear()
+    leaves.Leaves._asked_at.clear()
     memo.forget()
 
 

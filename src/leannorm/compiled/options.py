@@ -15,6 +15,8 @@ from leannorm.compiled.report import CompileReport, Planned
 from leannorm.planning.goal import Goal, goal
 from leannorm.saving import rates
 
+_PARTITIONER = "custom_partitioner_fn"
+
 
 class CompileOptions(dict[str, Any]):
     """Options for `torch.compile`, and a report of what was done with them."""
@@ -24,7 +26,12 @@ class CompileOptions(dict[str, Any]):
         self._goal, self._missing = goal, internals.missing()
         self._planned: list[Planned] = []
         if self._missing is None:
-            self["custom_partitioner_fn"] = _partitioner()(goal, self._planned)
+            self[_PARTITIONER] = _partitioner()(goal, self._planned)
+
+    def __reduce__(self) -> Any:
+        """A copy has a report of its own."""
+        options = {name: value for name, value in self.items() if name != _PARTITIONER}
+        return CompileOptions, (self._goal, options)
 
     def report(self) -> CompileReport:
         """What was planned for each graph that was compiled with these options, and why not more."""

@@ -73,8 +73,8 @@ class CompileReport(Report):
         frames = {graph.place.partition("/")[0] for graph in self.graphs}
         if len(frames) > 1:
             reasons.append(
-                f"the model was compiled in {len(frames)} pieces, each planned by itself, and what one hands"
-                " to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
+                f"{len(frames)} pieces were compiled, each planned by itself; if they are of one model, what"
+                " one hands to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
             )
         return list(dict.fromkeys(reasons))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from leannorm._types import Moments, Pool, Running
 from leannorm.ops.backends import REFERENCE, Backend
-from leannorm.ops.modes import rebuilding, transformed
+from leannorm.ops.modes import rebuilding, traced, transformed
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
 
@@ -25,7 +25,7 @@ def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]
 
 def _serving(*tensors: Tensor | None) -> Backend:
     """Plain torch under a transform or a compiler (which fuses it with its neighbours), else a backend."""
-    if torch.compiler.is_compiling() or transformed(*tensors):
+    if traced() or transformed(*tensors):
         return REFERENCE
     return pick(*tensors)
 
@@ -37,7 +37,7 @@ def fused_update(running: Running) -> Running | None:
     batches that is not int64 (an averaged or cast copy of all buffers).
     """
     mean, var, num_batches, _ = running
-    if mean is None or var is None or torch.compiler.is_compiling() or rebuilding():
+    if mean is None or var is None or traced() or rebuilding():
         return None
     if mean.requires_grad or var.requires_grad:
         return None

@@ -24,6 +24,7 @@ from leannorm._types import Epilogue, MaybeTensor, Running
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import mesh_group, ranks_of
 from leannorm.functional.valid import UNMASKED, Masking, positions_of_data
+from leannorm.ops.modes import traced
 
 Axes = Sequence[int]
 VECTOR = (1,)  # one value a channel
@@ -35,7 +36,7 @@ def _placed(v: Any, mesh: Any, placements: Any) -> Any:
 
 def _differentiable_twice(made: Any) -> Any:
     """What `to_local` or `redistribute` made, with a gradient that every torch can differentiate."""
-    if not torch.compiler.is_compiling() and made.grad_fn is not None:
+    if not traced() and made.grad_fn is not None:
         made.grad_fn.register_hook(_joined_to_the_graph)
     return made
 
@@ -108,7 +109,7 @@ class Cut:
         memory of a DTensor's local tensor.
         """
         part = self.local(v, axes)
-        if part is not None and part.requires_grad and not torch.compiler.is_compiling():
+        if part is not None and part.requires_grad and not traced():
             part.register_hook(torch.clone)
         return part
 

@@ -12,7 +12,7 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Maybe, Valid
 from leannorm.functional.declare import Arguments
-from leannorm.ops.modes import transformed
+from leannorm.ops.modes import traced, transformed
 
 Lengths = Tensor | Sequence[int]
 # the arguments mask, lengths and fill of a call, and those of one without a mask
@@ -77,7 +77,7 @@ def _found(
 
 def _on_host(tensor: Tensor) -> bool:
     """Can its values be read at once, and be relied on the next time this code runs?"""
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
+    if traced() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return False
     return not transformed(tensor)
 

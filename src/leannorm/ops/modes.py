@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from leannorm._torch import RELEASE
 
+_T = TypeVar("_T")
 _functorch = torch._C._functorch
+_by_dynamo, _exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _tracing = torch._C._is_tracing
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 _BY_FLAG = RELEASE < (2, 13)
+
+
+def traced() -> bool:
+    """Is this code being traced by torch's compiler, or exported?
+
+    `torch.compiler.is_compiling()` and `is_exporting()` are true for all threads while one compiles or
+    exports; a thread that exports is in modes of torch's.
+    """
+    return _by_dynamo() or (_exporting() and bool(_dispatch_modes() or _function_modes()))
+
+
+def in_no_mode(run: Callable[[], _T]) -> _T:
+    """`run()` in a thread of its own, which is in no mode that the caller may be in."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -19,7 +41,7 @@ def transformed(*tensors: Tensor | None) -> bool:
 
     In compiled code too: there torch drops the backward pass of an autograd function under `torch.func.grad`.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = traced()
     if compiling and _within_transforms():
         return True
     if forward_ad._current_level >= 0:  # compiled code looks again before each call
@@ -51,7 +73,7 @@ def exporting() -> bool:
 
     ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
     """
-    if torch.compiler.is_compiling():
+    if traced():
         # torch 2.10 compiles is_exporting() as if it were true, but reads the flag behind it
         return torch.compiler._is_exporting_flag if _BY_FLAG else torch.compiler.is_exporting()
     return _tracing()  # torch.jit.is_tracing, at a third of its time
@@ -76,19 +98,19 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 def differentiable(*tensors: Tensor | None) -> bool:
     """May autograd, a transform or a compiler record this call? Then nothing may be written in place."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*tensors)
+    return torch.is_grad_enabled() or traced() or transformed(*tensors)
 
 
 def many_at_once(dy: Tensor) -> bool:
     """Is this several gradients (`is_grads_batched=True`, `vmap`), which one tensor cannot hold?"""
-    if torch.compiler.is_compiling():
+    if traced():
         return False
     return bool(_functorch.is_legacy_batchedtensor(dy)) or transformed(dy)
 
 
 def rebuilding() -> bool:
     """Is this forward pass a recompute by a backward pass (checkpointing)?"""
-    return not torch.compiler.is_compiling() and _backward_pass() != -1
+    return not traced() and _backward_pass() != -1
 
 
 def capturing(x: Tensor) -> bool:
@@ -100,5 +122,5 @@ def autocasts(x: Tensor) -> bool:
     """Is autocast on where this tensor is? (On the meta device torch has none, and asking is an error.)"""
     device = x.device.type
     # asked outside of compiled code alone: in torch 2.10 it breaks the graph
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    known = traced() or torch.amp.is_autocast_available(device)
     return device != "meta" and known and torch.is_autocast_enabled(device)

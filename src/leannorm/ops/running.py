@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Moments, Pool, Running
+from leannorm.ops.modes import traced
 from leannorm.ops.precision import statistics_dtype
 
 _frozen = False
@@ -57,7 +58,7 @@ def _end(running: Tensor, value: Tensor, factor: float | Tensor) -> tuple[Tensor
 def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
     """The tensor inside of torch.func.grad's wrapper, if the buffer is not wrapped."""
     functorch = torch._C._functorch
-    if torch.compiler.is_compiling() or functorch.is_functorch_wrapped_tensor(buffer):
+    if traced() or functorch.is_functorch_wrapped_tensor(buffer):
         return value
     while functorch.is_gradtrackingtensor(value):
         value = functorch.get_unwrapped(value)
@@ -66,7 +67,7 @@ def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
 
 def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
     """Turn functorch off to write to a buffer under torch.func.grad, if none of the tensors is wrapped."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if traced() or torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return nullcontext()

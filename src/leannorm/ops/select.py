@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
 from leannorm.ops.backends import BACKENDS, CPU, TRITON, Backend
+from leannorm.ops.modes import traced
 from leannorm.ops.modes import transformed as transformed
 
 AUTO = "auto"
@@ -80,7 +81,7 @@ def picks_triton(x: Tensor) -> bool:
 
 def first_of_all(*tensors: Tensor | None) -> Backend:
     """The first backend that can serve these tensors, whichever was named."""
-    if torch.compiler.is_compiling():
+    if traced():
         return _first(tensors)
     # cached: the choice depends on nothing else of the tensors
     kinds: list[Hashable] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 from leannorm._errors import InputError
@@ -47,14 +49,15 @@ def goal(
             f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
         )
     if named:
-        return Goal(budget=budget, overhead=overhead, peak=None if peak is None else _peak(peak))
+        budget, overhead = (None if share is None else float(share) for share in (budget, overhead))
+        return Goal(None, budget, overhead, None if peak is None else _peak(peak))
     return NORM if recompute == "norm" else CONV
 
 
 def _peak(peak: float | int | str) -> float | int:
     if isinstance(peak, str):
         return bytes_of(peak)
-    if _is_number(peak) and (0 < peak <= 1 or peak == int(peak) > 1):
+    if _is_number(peak) and (0 < peak <= 1 or (isfinite(peak) and peak == int(peak) > 1)):
         return float(peak) if peak <= 1 else int(peak)
     raise InputError(
         f'peak is a share of stock\'s, in (0, 1], or bytes, as 8 * 2**30 or "8GiB"; got {peak!r}'
@@ -72,4 +75,4 @@ def bytes_of(text: str) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from functools import partial
 from html import escape
-from types import TracebackType
+from threading import get_ident
+from types import FrameType, TracebackType
 from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._report import bytes_in_words
+from leannorm._torch import left_to_python
+from leannorm.ops.modes import traced
 from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
@@ -103,34 +107,46 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         asked = goal(recompute, budget, overhead, peak)
         planned = asked.worth is None
         policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
+        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak}
+        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify}
         self._settings = Settings(
             policy, asked if planned else None, None if held is None else hooks_of(held), verify
         )
-        self._open: list[ForwardPass] = []
+        self._open: list[tuple[int, ForwardPass]] = []  # with the thread of each
         self._ledger = Ledger()
         self.place: Hashable = None
         self.plan: RebuildPlan | None = None
         self._reasons: list[str] = []
         self._tells_why = False  # is it also told why operations' outputs are held?
 
+    @left_to_python
     def __enter__(self) -> lean:
-        if torch.compiler.is_compiling():
+        if traced():
             self._reasons = [reasons.COMPILED]
             return self
-        if not self._open:
+        mine = self._opened_here()
+        if not mine:
             self._ledger, self._reasons, self._tells_why = Ledger(), [], False
-        frame = sys._getframe(1)
-        place = place_of(frame) if self.place is None else self.place
-        self._open.append(ForwardPass(self._settings, self._ledger, place, id(frame)))
-        self._open[-1].open()
+        frame: FrameType | None = sys._getframe(1)
+        assert frame is not None
+        place, around = place_of(frame) if self.place is None else self.place, set[int]()
+        while frame is not None and self._settings.goal is not None:  # a plan looks at variables
+            around.add(id(frame))
+            frame = frame.f_back
+        ledger = mine[0][1].ledger if mine else self._ledger
+        passed = ForwardPass(self._settings, ledger, place, frozenset(around))
+        passed.open()
+        self._open.append((get_ident(), passed))
         return self
 
+    @left_to_python
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        passed = self._open.pop()
+        if torch.compiler.is_dynamo_compiling() or not (mine := self._opened_here()):
+            return  # entered while a compiler traced
+        self._open.remove(mine[-1])
+        passed = mine[-1][1]
         try:
             passed.close()
             if error is None:
@@ -142,6 +158,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
                 self._tells_why |= passed.tells_why(self.plan)
         finally:
             passed.forget()
+
+    def _opened_here(self) -> list[tuple[int, ForwardPass]]:
+        """The passes that are open in this thread."""
+        return [opened for opened in self._open if opened[0] == get_ident()]
+
+    def __reduce__(self) -> Any:
+        """A copy has the same settings, and no passes."""
+        return partial(type(self), **self._arguments), ()
 
     def __repr__(self) -> str:
         """One line: what the last pass kept, what its backward pass rebuilds, the plan, and why no more."""

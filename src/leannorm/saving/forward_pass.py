@@ -46,16 +46,18 @@ class Settings(NamedTuple):
 
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it, and
-    `opened_by`, the `id` of its frame, the running function."""
+    """One forward pass, from `open` to `close`; `line` identifies the line of the program that opens it, and
+    `frames_around` are the `id`s of the frames of the functions that run then."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable, opened_by: int) -> None:
-        self._settings, self._ledger, self._opened_by = settings, ledger, opened_by
+    def __init__(
+        self, settings: Settings, ledger: Ledger, line: Hashable, frames_around: frozenset[int]
+    ) -> None:
+        self._settings, self.ledger, self._frames_around, self._line = settings, ledger, frames_around, line
         self._place: Hashable = None  # of passes that may be small
-        if settings.may_be_small and place is not NEVER_SMALL:
-            self._place = place, settings.policy
+        if settings.may_be_small and line is not NEVER_SMALL:
+            self._place = line, settings.policy
         elif settings.may_be_dear:
-            self._place = place, settings.goal
+            self._place = line, settings.goal
         self._stack = ExitStack()
         self._following = None if settings.goal is None else Following(settings.goal)
         self._packing: Packing | None = None
@@ -71,6 +73,8 @@ class ForwardPass:
         if self._refused is not None:
             return
         most = None if self._place is None else was_small(self._place)
+        if most is None and not torch.is_grad_enabled():
+            most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
             self._small = SmallPass(self._begin, most)
         pack = self._begin() if self._small is None else self._small.pack
@@ -84,9 +88,10 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
-        opened_by, following = self._opened_by, self._following
+        around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
-        self._packing = Packing(policy, self._ledger, following, opened_by, layers, hooks, from_here, place)
+        self._packing = Packing(policy, self.ledger, following, around, layers, hooks, from_here, place)
+        self._packing.search.leaves.begin(self._line)
         self._stack.callback(self._packing.edits.close)
         self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
@@ -100,28 +105,35 @@ class ForwardPass:
             self._packing.search.leaves.forget()
             self._packing.recent.clear()
             self._packing.vain.close()
-        self._ledger.close(() if self._small is None else self._small.kept)
+        kept = [] if self._small is None else self._small.kept
+        self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
 
     def forget(self) -> None:
         """Let go of the nodes that prices were read from, and of what a small pass has held."""
         if self._packing is not None:
             self._packing.reads.made.clear()
+            self._packing.kept.clear()
         if self._small is not None:
             self._small.forget()
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         packing, following = self._packing, self._following
-        nbytes = self._ledger.all_bytes()
-        seen = self._place is not None and (packing is None or packing.seen) and self._refused is None
+        nbytes = self.ledger.all_bytes()
+        saved = packing.seen if packing is not None else self._small is not None and self._small.kept
+        seen = self._place is not None and bool(saved) and self._refused is None
         if seen and self._settings.may_be_small:
             note(self._place, nbytes, small.SMALL)
-        if following is None or packing is None or not packing.calls:
+        if following is None or packing is None:
+            return None
+        if not packing.calls:  # there is nothing to plan
+            if seen and self._settings.may_be_dear:
+                note(self._place, nbytes, 2 * nbytes)
             return None
         try:
             if not nbytes:
                 packing.reasons[reasons.BACKWARD_WITHIN] = 1
-            share = self._ledger.kept() / max(nbytes, 1)
+            share = self.ledger.kept() / max(nbytes, 1)
             self._of_plans = following.end(packing.calls, packing.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
             packing.reasons[reasons.no_plan(error)] = 1
@@ -137,7 +149,7 @@ class ForwardPass:
             return None
         if plan is not None:
             return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
-        kept, stock = self._ledger.kept(), self._ledger.all_bytes()
+        kept, stock = self.ledger.kept(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving.evidence import is_parameter
-from leannorm.saving.shards import local_of, nbytes_of
+from leannorm.saving.shards import local_of, nbytes_of, storage_of
 from leannorm.saving.small import Kept
 from leannorm.saving.values import COPIED_PART, Value
 
@@ -37,18 +37,22 @@ class Record(NamedTuple):
 Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the fields of a Record
 
 
+_MANY = 4096  # values of a pass
+
+
 class Ledger:
     """Counts storages, not tensors. Parameters are not counted: they exist without autograd, too."""
 
     def __init__(self) -> None:
         self.references: list[weakref.ref[Value]] = []
+        self._most = _MANY
         self._closed: list[Any] | None = None  # the fields of all rows: Python has fewer objects to collect
         self._plain: list[Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
         if not is_parameter(tensor):
-            self.references.append(weakref.ref(value))
+            self._note(value)
             if value.step is not None:
                 value.frees = nbytes_of(tensor)  # moved elsewhere
         self._closed = None
@@ -57,15 +61,26 @@ class Ledger:
         """Record that `value` (of `tensor`) is rebuilt; it may have been held before."""
         root = _root(value)
         if nbytes is None:  # a view would hold its whole storage
-            nbytes = _storage(tensor)[1]
+            nbytes = storage_of(tensor)[1]
             for part in () if root.step is None else root.step.inputs:
                 alone = part.users == min(root.users, 1)
                 if part.name == COPIED_PART and alone and part.tensor is not None:
                     self.holds(part, part.tensor)  # copied for this concatenation
                     nbytes -= part.tensor.nbytes
         root.frees = nbytes
-        self.references.append(weakref.ref(value))
+        self._note(value)
         self._closed = None
+
+    def _note(self, value: Value) -> None:
+        self.references.append(weakref.ref(value))
+        if len(self.references) > self._most:
+            self._most = self.drop_dead()
+
+    def drop_dead(self) -> int:
+        """Forget values that are gone, of steps that are over; returns up to how many the rest may grow. Also
+        called from C++."""
+        self.references[:] = [reference for reference in self.references if reference() is not None]
+        return max(_MANY, 2 * len(self.references))
 
     def close(self, kept: Iterable[Kept] = ()) -> None:
         """Store the bytes of each value, to be read also after the backward pass has freed the tensors.
@@ -104,7 +119,7 @@ class Ledger:
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now, by storage."""
         tensors = (value.tensor for value in self.values())
-        return dict(_storage(t) for t in tensors if t is not None and t.layout == torch.strided)
+        return dict(storage_of(t) for t in tensors if t is not None and t.layout == torch.strided)
 
     def values(self) -> Iterator[Value]:
         """The values that are alive; one that was held first and is rebuilt now comes twice."""
@@ -120,11 +135,9 @@ class Ledger:
         for value in self.values():
             tensor = value.tensor if value.step is None else value.memory
             if tensor is not None:
-                nbytes = 0
-                if tensor.layout == torch.strided:
-                    place, nbytes = _storage(tensor)
-                    nbytes = 0 if place in storages else nbytes
-                    storages.add(place)
+                place, nbytes = storage_of(tensor)
+                nbytes = 0 if place in storages else nbytes
+                storages |= {place} if place else set()
                 yield value.name, tensor.shape, tensor.dtype, nbytes, False, None, value.why
             elif value not in seen:  # a value that was held first is listed twice
                 root = _root(value)
@@ -135,26 +148,16 @@ class Ledger:
                 yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds, value.why
 
 
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    """Where the tensor's storage is, and its bytes; of a sparse tensor 0, and those of its parts."""
-    if tensor.layout != torch.strided:
-        return 0, nbytes_of(tensor)
-    if NODES is not None:
-        found: tuple[int, int] = NODES.storage(tensor)
-        return found
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()
-
-
 def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
     seen = set[int]()
     for whole, _ in kept:
         local = local_of(whole)
         tensor = whole if local is None else local
-        place, nbytes = _storage(tensor)
+        place, nbytes = storage_of(tensor)
         nbytes = 0 if place in seen else nbytes
         seen |= {place} if place else set()
-        yield "", tensor.shape, tensor.dtype, nbytes, False, None, ""
+        shape = torch.Size([tensor.numel()]) if tensor.is_nested else tensor.shape
+        yield "", shape, tensor.dtype, nbytes, False, None, ""
 
 
 def _root(value: Value) -> Value:

@@ -9,14 +9,13 @@ import threading
 import weakref
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm.ops.modes import exporting
+from leannorm.ops.modes import exporting, traced
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
 
@@ -49,7 +48,7 @@ class _LeanForward:
         self._references = 0  # to this object, when it was last found to have one owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if traced():
             if not exporting():
                 _warn_compiled()
             return self._run(None, *args, **kwargs)
@@ -62,7 +61,7 @@ class _LeanForward:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not traced():
             self._local.module = module
 
     def _run(self, module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +73,7 @@ class _LeanForward:
     def _only_model(self) -> nn.Module:
         """The model whose `forward` was called by name, past the pre-hook that records which one it is."""
         model = self._model()
-        if not torch.compiler.is_compiling() and sys.getrefcount(self) > self._references:
+        if not traced() and sys.getrefcount(self) > self._references:
             owners = [d for d in gc.get_referrers(self) if isinstance(d, dict) and d.get(_ATTRIBUTE) is self]
             if len(owners) > 1:
                 raise InputError(

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -17,6 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm._torch import left_to_python
+from leannorm.ops.modes import in_no_mode
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
@@ -32,6 +33,7 @@ _SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torc
 class CountingHook:
     """A pack hook that is told how many references its tensor has, and which frame called autograd."""
 
+    @left_to_python
     def pack(self, tensor: Tensor) -> Any:
         # Counted in the function that C++ calls: between two Python functions an argument counts twice
         # while torch's compiler watches frames, and after it has failed it may watch for good.
@@ -53,18 +55,14 @@ _count = _Probe().pack
 @lru_cache
 def references_when_alone(count: Callable[[Tensor], int] = _count) -> int:
     """The count of a tensor that only autograd holds, as this hook counts."""
-    found = list[int]()
 
-    def run() -> None:
+    def run() -> int:
         with saved_tensors_hooks(count, lambda t: t):
             node: Any = torch.relu(torch.zeros(1, requires_grad=True)).grad_fn
-        found.append(node._raw_saved_result.data)
+        found: int = node._raw_saved_result.data
+        return found
 
-    # What the first caller finds serves the whole process. A new thread is in no mode that he may be in.
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0]
+    return in_no_mode(run)  # what the first caller finds serves the whole process
 
 
 def is_alone(tensor: Tensor, references: int) -> bool:

@@ -17,7 +17,6 @@ from leannorm.saving import memo, reasons
 from leannorm.saving.calls import COPIED, CallArguments, call_of, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import EditedError, FreedError, is_parameter, matches, sample_of, version_of
 from leannorm.saving.graph import (
-    PASSES_ON,
     Packed,
     find,
     kind_of,
@@ -53,6 +52,7 @@ from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import as_plain, local_of, spec_of
+from leannorm.saving.small import Kept, kept_of
 from leannorm.saving.steps import Step
 from leannorm.saving.timeline import Reads
 from leannorm.saving.trial import layout, seconds
@@ -73,7 +73,7 @@ class Packing(CountingHook):
         policy: Policy,
         ledger: Ledger,
         following: Following | None,
-        opened_by: int,
+        around: frozenset[int],
         layers: Layers | None = None,
         hooks: Hooks | None = None,
         from_here: bool = False,
@@ -81,7 +81,7 @@ class Packing(CountingHook):
     ) -> None:
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks, self.units, self._freed = layers, hooks, Units(), ""
-        self.calls, self.reads = list[tuple[Any, ...]](), Reads(opened_by, SMALLEST)
+        self.calls, self.kept, self.reads = list[tuple[Any, ...]](), list[Kept](), Reads(around, SMALLEST)
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
         self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), Vain(place, policy)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
@@ -90,9 +90,12 @@ class Packing(CountingHook):
         self._call: tuple[int, CallArguments | None] = -1, None
         self.memo = None if layers or hooks or self._sharded else memo.memo_of(policy)
 
-    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
+    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value | Kept:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen = self.search.provenance.order = self.seen + 1
+        if type(tensor) is Tensor and tensor.is_nested:  # it shows no sizes
+            self.kept.append(kept_of(tensor))
+            return self.kept[-1]
         with as_plain(tensor):
             try:
                 value = self._of_this_pass(self._pack(tensor, references, frame))
@@ -119,10 +122,8 @@ class Packing(CountingHook):
         self.search.flags.record(number)
         if node is None:
             return self._without_node(tensor, references, frame, number)
-        output, kind = tensor.output_nr, kind_of(node)
-        if kind == PASSES_ON:
-            node, output = made_by(node, output)
-            kind = kind_of(node)
+        node, output = made_by(node, tensor.output_nr)
+        kind = kind_of(node)
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
             value = self._hold(tensor, kind or node.name())
@@ -133,17 +134,15 @@ class Packing(CountingHook):
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
         version, seen_as = tensor._version, layout(local)
-        spec = None
-        if local is not tensor:
-            spec, self.search.of_ranks = spec_of(tensor), True
-            seen_as = *seen_as, spec
+        spec = None if local is tensor else spec_of(tensor)
+        if spec is not None:
+            seen_as, self.search.of_ranks = (*seen_as, spec), True
         known = lookup() if (lookup := registered(node, output)) else None
         size, place, may, worth = local.numel(), -1, False, False
         if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
             self.calls.append((kind, *seen_as[:3], self.seen))
-            if self._makes_a_plan:
-                self.device = tensor.device
+            self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
         before = lookup.sample if known is None and type(lookup) is Packed else None
@@ -210,9 +209,8 @@ class Packing(CountingHook):
         if self.memo is not None and visits and known is None and spec is None:
             memo.learn(self.memo, self.search, visits, tensor, number, value, found)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
-            missing = found.outputs if isinstance(found, Missing) and may else ()
-            if value.is_held and self._offers(value, tensor, node, kind):
-                missing = ()
+            offers = value.is_held and self._offers(value, tensor, node, kind)
+            missing = found.outputs if isinstance(found, Missing) and may and not offers else ()
             self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
@@ -338,6 +336,7 @@ class Packing(CountingHook):
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
+        self._mark(value, tensor)
 
     def _narrow_positions(self, node: Node) -> None:
         """Hold a max pooling node's indices in the narrowest dtype that can index its input."""

@@ -59,6 +59,7 @@ class _Known:
 
     entries: list[_Entry] = field(default_factory=list)
     whole: int = 0
+    strays: int = 0  # passes in a row that no plan fitted
     last: _Entry | None = None
 
     def ended(self, entry: _Entry) -> None:
@@ -162,6 +163,7 @@ class Following:
                 there = self._add(known, _Entry(sized, made))
             entry = there
         known.ended(entry)
+        known.strays = 0
         return told
 
     def _make(self, known: _Known, calls: tuple[Call, ...], read: Callable[[], Pass]) -> None:
@@ -193,7 +195,9 @@ class Following:
         return entry
 
     def _stray(self, known: _Known) -> None:
-        known.whole, known.last, self._strayed = _TRIES, None, True
+        known.last, self._strayed, known.strays = None, True, known.strays + 1
+        if known.strays.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: sizes may never repeat
+            known.whole = _TRIES
 
     def _follow(self, entry: _Entry | None) -> None:
         self._entry, self.plan = entry, None if entry is None else entry.plan

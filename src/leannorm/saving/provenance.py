@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ def _with_read(node: Any) -> Iterator[Any]:
             nodes += [p for p, _ in one.next_functions if p is not None and p not in nodes]
 
 
+_RECENT = 2048  # nodes that are being made, and many before them
+
+
 class FlagLog:
     """The flags during one forward pass, by the sequence numbers of its nodes.
 
@@ -91,6 +95,9 @@ class FlagLog:
         if number == self._last:  # the same node saves another tensor
             return
         self._last = number
+        if len(self._while_next) > 2 * _RECENT:  # a pass around many steps
+            for old in [*islice(self._while_next, _RECENT)]:
+                del self._while_next[old]
         now = self._while_next[number] = current()
         if now is not self._flags[-1]:
             self._from.append(number)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from threading import Thread
 from time import perf_counter, process_time, thread_time
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._files import cached, write_json
+from leannorm.ops.modes import in_no_mode
 from leannorm.planning.goal import Goal
 
 
@@ -112,8 +112,8 @@ def _measured(device: torch.device, file: Path | None) -> tuple[Rates, str | Non
     try:  # before the work, not after it
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, entries)
-        found = _in_a_thread(lambda: measure(device))
-        write_json(file, {**entries, name: {"made_by": made_by, **found._asdict()}})
+        found = in_no_mode(lambda: measure(device))
+        write_json(file, {**_read(file), name: {"made_by": made_by, **found._asdict()}})
     except Exception as error:
         text = " ".join(str(error).split())
         return table(device), f"prices come from the table, since measuring this device failed: {text}"
@@ -140,7 +140,7 @@ def _made_by() -> list[Any]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         entries = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return entries if isinstance(entries, dict) else {}
 
@@ -158,30 +158,11 @@ def _rates_of(entry: Any, made_by: list[Any]) -> Rates | None:
     return Rates(products=products, **numbers) if positive and set(products) == {2, 4, 8} else None
 
 
-def _in_a_thread(run: Callable[[], Rates]) -> Rates:
-    """In no mode that the caller may be in."""
-    found: list[Any] = []
-
-    def inside() -> None:
-        try:
-            found.append(run())
-        except Exception as error:
-            found.append(error)
-
-    thread = Thread(target=inside)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    made: Rates = found[0]
-    return made
-
-
 def _is_busy() -> bool:
     """Do others take cores from this process, on Linux? Then its threads do not run all the time."""
     if sys.platform != "linux":
         return False
-    a = torch.ones(1024, 1024)
+    a = torch.ones(1024, 1024, dtype=_DTYPE)
     a @ a  # its threads are there from now on
     start, used = perf_counter(), process_time()
     for _ in range(12):
@@ -200,6 +181,7 @@ def _cores() -> float:
         return cores
 
 
+_DTYPE = torch.float32  # of what is measured, whatever the default is
 _COLD = 2.0
 """Between large kernels, which leave the caches full of their data, the hooks take so many times as long."""
 _LONG = 0.2  # seconds of one measurement, beyond two turns
@@ -227,7 +209,7 @@ def measure(device: torch.device) -> Rates:
     """Some seconds of work on the device. Raises RuntimeError if others take the processor meanwhile."""
     large = 512 if device.type == "cpu" else 8192
     memory = _of_sums(large * large * (64 if device.type == "cpu" else 16), device)
-    few = torch.ones(16, device=device)
+    few = torch.ones(16, dtype=_DTYPE, device=device)
     call = _seconds(lambda: [few + few for _ in range(100)], device) / 100
     products = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -245,15 +227,15 @@ def measure(device: torch.device) -> Rates:
 
 def _of_sums(count: int, device: torch.device) -> float:
     """Bytes moved per second by adding so many numbers."""
-    a = torch.ones(count, device=device)
+    a = torch.ones(count, dtype=_DTYPE, device=device)
     result = torch.zeros_like(a)  # a new one each time would be a measurement of page faults
     return 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=result), device)
 
 
 def _of_convolutions(layout: torch.memory_format, device: torch.device) -> tuple[float, float]:
     """Operations a second of one among all channels, and of one of each channel."""
-    x = torch.ones(4, 64, 56, 56, device=device).to(memory_format=layout)
-    dense, single = (torch.ones(64, n, 3, 3, device=device).to(memory_format=layout) for n in (64, 1))
+    sizes = (4, 64, 56, 56), (64, 64, 3, 3), (64, 1, 3, 3)
+    x, dense, single = (torch.ones(of, dtype=_DTYPE, device=device).to(memory_format=layout) for of in sizes)
     of_dense = 2 * 9 * 64 * x.numel() / _seconds(lambda: torch.conv2d(x, dense, padding=1), device)
     of_single = 2 * 9 * x.numel() / _seconds(lambda: torch.conv2d(x, single, padding=1, groups=64), device)
     return of_dense, of_single
@@ -270,8 +252,8 @@ def of_hooks(layers: int = 12) -> tuple[float, float]:
 
     with torch.random.fork_rng(devices=[]):
         units = [m for _ in range(layers) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())]
-        model = nn.Sequential(*units)
-    x = torch.arange(64 * 16.0).view(64, 16)
+        model = nn.Sequential(*units).to(_DTYPE)
+    x = torch.arange(64 * 16, dtype=_DTYPE).view(64, 16)
     xs = x.sin(), x.cos()  # what is tried on two inputs speaks for all, and serves the next steps
 
     def step(around: Any, x: Tensor = x) -> tuple[float, Any]:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from math import prod
-from threading import Thread
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from leannorm.ops.modes import in_no_mode
 from leannorm.saving.device import capturing
 from leannorm.saving.flags import current
 from leannorm.saving.graph import kind_of
@@ -212,9 +212,7 @@ class _Probe(Unbuilt):
 @lru_cache
 def _owners_when_alone() -> tuple[int, int, int]:
     """What `_owners` finds of a gradient that only the engine holds, which hands it to a node."""
-    thread = Thread(target=_Probe.run)  # in no mode that the caller may be in
-    thread.start()
-    thread.join()
+    in_no_mode(_Probe.run)
     return _Probe.found
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.autograd.nodes import NODES
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -59,10 +61,31 @@ def counter_of(tensor: Tensor) -> Tensor | None:
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of the tensor on this rank; of a sparse one, of its values and where they are."""
     local = local_of(tensor)
-    tensor = tensor if local is None else local
+    return sum(part.nbytes for part in _parts(tensor if local is None else local))
+
+
+def storage_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the tensor's storage is, and its bytes; of a sparse tensor where its values are, and the bytes of
+    all its parts. 0 for a tensor that shows no storage."""
+    if tensor.layout != torch.strided:
+        *_, values = _parts(tensor)
+        return 0 if values is tensor else values.untyped_storage()._cdata, nbytes_of(tensor)
+    if NODES is not None:
+        found: tuple[int, int] = NODES.storage(tensor)
+        return found
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse one is made of; another one itself."""
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 _AS_IT_IS = nullcontext()

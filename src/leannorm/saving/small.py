@@ -11,10 +11,12 @@ from collections.abc import Callable, Hashable
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from leannorm._torch import left_to_python
 from leannorm.saving.evidence import is_parameter
-from leannorm.saving.shards import as_plain, nbytes_of
+from leannorm.saving.shards import as_plain, local_of, nbytes_of, storage_of
 
 SMALL = 4 << 20
 """Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""
@@ -58,12 +60,14 @@ class SmallPass:
         self._pack: Callable[[Tensor], Any] | None = None
         self.kept: list[Kept] = []
         self.nbytes = 0
+        self._storages: dict[int, int] | None = None  # until the sum of all tensors is too large
 
     def forget(self) -> None:
         """Let go of the tensors, and of the pass, which holds this."""
         self.kept.clear()
         del self._pack_from_here
 
+    @left_to_python
     def pack(self, tensor: Tensor) -> Any:
         """The tensor, detached, and its version; after `most` bytes, the result of the other hook."""
         with as_plain(tensor):
@@ -74,15 +78,38 @@ class SmallPass:
             return self._pack(tensor)
         of_parameter = is_parameter(tensor)
         if not of_parameter:
-            is_plain = type(tensor) is Tensor and not tensor.is_sparse
-            self.nbytes += tensor.nbytes if is_plain else nbytes_of(tensor)
+            self._count(tensor)
         if self.nbytes > self._most:
             self._pack = self._pack_from_here(True)
             return self._pack(tensor)
-        kept = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        kept = kept_of(tensor)
         if not of_parameter:
             self.kept.append(kept)
         return kept
+
+    def _count(self, tensor: Tensor) -> None:
+        """Each storage once, as in a pass that is searched, where the sum of all tensors is too large."""
+        if self._storages is None:
+            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+            self.nbytes += tensor.nbytes if is_plain else nbytes_of(tensor)
+            if self.nbytes <= self._most:
+                return
+            self._storages, self.nbytes = {}, 0
+            for held, _ in self.kept:
+                self._add(held, self._storages)
+        self._add(tensor, self._storages)
+
+    def _add(self, tensor: Tensor, storages: dict[int, int]) -> None:
+        local = local_of(tensor)
+        place, nbytes = storage_of(tensor if local is None else local)
+        self.nbytes += nbytes - storages.get(place, 0)
+        if place:  # else nobody can tell whether it is another's
+            storages[place] = nbytes
+
+
+def kept_of(tensor: Tensor) -> Kept:
+    """What is packed of a tensor that is held, and that `read` unpacks."""
+    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
 def read(kept: Kept) -> Tensor:
@@ -91,8 +118,9 @@ def read(kept: Kept) -> Tensor:
     with as_plain(tensor):
         if tensor._version == version:
             return tensor
+        shape = tensor.numel() if tensor.is_nested else list(tensor.shape)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
+            f" [{tensor.type()} {shape}] is at version {tensor._version}; expected version"
             f" {version} instead: edit a copy of it, or edit it after backward()"
         )

@@ -29,6 +29,7 @@ from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES
+from leannorm.saving.shards import nbytes_of, storage_of
 from leannorm.saving.values import Value
 
 _Output = tuple[Any, int]  # of a node, by number
@@ -61,11 +62,11 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """All that nodes have saved in one pass. `opened_by`: the `id` of the frame that opened it. For tensors
+    """All that nodes have saved in one pass. `frames_around`: the `id`s of the frames around it. For tensors
     of up to `smallest` elements no variables are looked at."""
 
-    def __init__(self, opened_by: int, smallest: int) -> None:
-        self.made, self._opened_by, self._largest = list[Read](), opened_by, smallest
+    def __init__(self, frames_around: frozenset[int], smallest: int) -> None:
+        self.made, self._frames_around, self._largest = list[Read](), frames_around, smallest
 
     def note(self, tensor: Tensor, value: Value, references: int, frame: FrameType) -> None:
         """The node that is being made now saves this tensor. Where it is the largest so far, the variables of
@@ -73,19 +74,19 @@ class Reads:
         node = tensor.grad_fn
         made = None if node is None else made_by(node, tensor.output_nr)
         size = 0 if node is None or is_parameter(tensor) else tensor.numel()
-        alive = tuple(_named(frame, self._opened_by)) if size > self._largest else ()
+        alive = tuple(_named(frame, self._frames_around)) if size > self._largest else ()
         self._largest = max(self._largest, size)
         given = node is None and references > references_when_alone()
         self.made.append(Read(sequence_number() - 1, weakref.ref(value), made, given, alive))
 
 
-def _named(frame: FrameType | None, opened_by: int) -> Iterator[_Output]:
+def _named(frame: FrameType | None, frames_around: frozenset[int]) -> Iterator[_Output]:
     """What nodes have made, in the variables of a function and its callers within the pass.
 
-    Python before 3.13 keeps what it shows of a frame's variables until the function returns, so the function
-    around the pass, which may run as long as the training does, is not looked at.
+    Python before 3.13 keeps what it shows of a frame's variables until the function returns, so the functions
+    around the pass, which may run as long as the training does, are not looked at.
     """
-    while frame is not None and id(frame) != opened_by:
+    while frame is not None and id(frame) not in frames_around:
         for held in list(frame.f_locals.values()):
             for one in held if isinstance(held, (tuple, list)) else (held,):
                 if isinstance(one, Tensor) and one.grad_fn is not None:
@@ -325,8 +326,7 @@ class Groups:
         while root.step is not None and root.step.kind == "view" and root.step.inputs:
             root = root.step.inputs[0]
         held = root.tensor if root.step is None else None
-        strided = held is not None and held.layout == torch.strided
-        key: Hashable = held.untyped_storage()._cdata if strided else root  # type: ignore[union-attr]
+        key: Hashable = root if held is None else storage_of(held)[0] or root
         if key not in self.index:
             group = self._held(root) if root.is_held else self._rebuilt(root)
             self.made.append(group)
@@ -339,7 +339,7 @@ class Groups:
         if tensor is not None and tensor.layout == torch.strided:
             nbytes = self.storages.get(tensor.untyped_storage()._cdata, 0)
         else:
-            nbytes = root.frees if tensor is None else tensor.nbytes
+            nbytes = root.frees if tensor is None else nbytes_of(tensor)
         if root in self.given:
             self.beside, nbytes = self.beside + nbytes, 0
         return _Group(Planned(nbytes, None), nbytes)

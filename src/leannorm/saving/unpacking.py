@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import device
 from leannorm.saving.flags import GETTERS, current
@@ -23,6 +24,7 @@ from leannorm.saving.values import COPIED_PART, Value, behind
 from leannorm.saving.verify import check_equal
 
 
+@left_to_python
 def _unpack(value: Value | Kept) -> Tensor:
     """The unpack hook."""
     if isinstance(value, tuple):

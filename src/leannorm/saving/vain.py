@@ -21,7 +21,7 @@ from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
 _EVERY = 17  # passes of a place; a prime, so that each of those that take turns comes to be searched
-_MAX_PLACES, _MAX_LIKE = 64, 8
+_MAX_PLACES, _MAX_LIKE, _MOST_ASKED = 64, 8, 1 << 15
 
 _Held = dict[int, tuple[Hashable, str]]  # by order of packing: kind of node and layout, and why
 
@@ -57,6 +57,8 @@ class Vain:
 
         Called from C++ too, and then again from Python.
         """
+        if len(self._asked) > _MOST_ASKED:  # a pass around many steps
+            return None
         if order not in self._asked:
             self._asked[order] = seen_as
             self._answer = self._told(order, seen_as)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leannorm._torch import left_to_python
 from leannorm.saving.evidence import RebuildError
 from leannorm.saving.trial import layout, same_bits
 from leannorm.saving.values import Value
@@ -56,10 +57,12 @@ class Layers:
         """The repr of the innermost running module."""
         return " ".join(repr(self._at_work[-1]).split()) if self._at_work else ""
 
+    @left_to_python
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         if threading.get_ident() == self._thread:
             self._at_work.append(module)
 
+    @left_to_python
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._at_work:
             self._at_work.pop()

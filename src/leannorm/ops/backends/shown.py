@@ -23,6 +23,7 @@ from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.compiled import Compiled, dense
 from leannorm.ops.backends.reference import activation_grad
+from leannorm.ops.modes import traced
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import compute_dtype, in_dtype, statistics_dtype
 
@@ -117,6 +118,6 @@ def shown(backend: Backend, groups: int = 0, mask: Tensor | None = None) -> Back
 
     Not for statistics of groups of samples (`groups` below 0), nor with a mask.
     """
-    if torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0 and mask is None:
+    if traced() and isinstance(backend, Compiled) and groups >= 0 and mask is None:
         return SHOWN
     return backend

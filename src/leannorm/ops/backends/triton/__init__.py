@@ -25,6 +25,7 @@ from leannorm._types import Epilogue, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.compiled import dense, flat
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
+from leannorm.ops.modes import traced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _OLDEST = 8  # compute capability; what Triton itself supports
@@ -105,9 +106,7 @@ def repeated(operator: str, arguments: tuple[Any, ...]) -> Any:
 
 def _listened_to() -> bool:
     """Does someone listen at torch's dispatcher, who must see operators?"""
-    return bool(
-        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled
-    )
+    return bool(traced() or torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled)
 
 
 def _calls(operator: str) -> Callable[..., Any]:
