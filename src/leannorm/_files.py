@@ -82,7 +82,7 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.chmod(name, path.stat().st_mode & 0o777)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        name.unlink(missing_ok=True)  # it may be the file that could not be made
         raise
 
 
