@@ -142,6 +142,16 @@ def test_what_shares_nothing_is_freed_layer_by_layer():
         assert share - 0.08 < made.ratio <= share
 
 
+def test_a_large_part_is_taken_early_where_a_budget_lies_in_its_gap():
+    """As a language model's logits: a fifth of the bytes at a high price, behind layers at a low one."""
+    layers = [Value(100, MILLI, (0,), i, i, 100) for i in range(1, 9)]
+    values = [Value(0, None), *layers, Value(200, 10 * MILLI, (0,), 9, 9, 200)]
+    backward = [Moment((i,)) for i in range(9, 0, -1)]
+    lines = Lines(Step(values, 10, backward, [0] * 19, frozenset(range(10)), 100 * MILLI))
+    made = plan(lines, Goal(budget=0.15))  # one layer at most is held, or the logits are
+    assert (made.point.held, made.point.seconds) == (100, pytest.approx(17 * MILLI))
+
+
 def test_a_step_of_some_thousand_values_is_planned_in_seconds():
     step = residual_stream(500)
     assert len(step.values) > 1500

@@ -6,7 +6,7 @@ keeps more, and one that asks for a lower peak never gets a higher one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import exp
@@ -18,6 +18,8 @@ _STARTS, _TRIALS = 4, 150
 """From so many points, so many single changes each are tried that may lower the peak."""
 _PARTS = 128
 """A jump of the chain of cuts is taken in parts of at least stock's bytes over this."""
+_LARGE, _EARLY = 16, 48
+"""A part of at least stock's bytes over the first is also taken early, before up to so many others."""
 _SPAN = 4
 """A chain is cut where what is made again in a row reaches stock's bytes over this."""
 _RATES = [0.03 * 1.8**i for i in range(8)]
@@ -65,7 +67,9 @@ class Lines:
         spans = _spans(step, chain[-1], self.stock.held // _SPAN)
         short = [choice.again for choice in Cuts(step, spans).chain()]
         least = self.stock.held // _PARTS
-        sets = dict.fromkeys([*_in_parts(step, chain, least), *_in_parts(step, short, least)])
+        chains = [[*_in_parts(step, sets, least)] for sets in (chain, short)]
+        early = (again for sets in chains for again in _early(step, sets, self.stock.held // _LARGE))
+        sets = dict.fromkeys([*chains[0], *chains[1], *early])
         found = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
         found.sort(key=lambda p: (p.peak, p.seconds))
         starts = found[:: len(found) // _STARTS + 1]
@@ -75,22 +79,37 @@ class Lines:
 def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
     """The sets of a chain, and sets between.
 
-    The chain jumps where many equal layers have one price. A jump falls apart into parts that share nothing:
-    those of earlier layers first, which the backward pass would keep longest. Parts are taken together up to
-    `least` bytes.
+    The chain jumps where many equal layers have one price. A jump falls apart into parts that share nothing of
+    more than `least` bytes: those of earlier layers first, which the backward pass would keep longest. Parts are
+    taken together up to `least` bytes.
     """
     yield chain[0]
     for reached, after in pairwise(chain):
         size = 0
-        for part in _parts(step, reached, after):
+        for part in _parts(step, reached, after, least):
             reached = reached.union(part)
-            size += sum(step.values[i].nbytes or 0 for i in part)
+            size += _bytes_of(step, part)
             if size > least or len(reached) == len(after):
                 yield reached
                 size = 0
 
 
-def _parts(step: Step, before: frozenset[int], after: frozenset[int]) -> list[list[int]]:
+def _early(step: Step, sets: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
+    """Sets that take one large part, such as a language model's logits, before its turn.
+
+    A chain has it late where a second frees few bytes of it. Between the points before and behind it lies a gap
+    of its size, and a budget in that gap is met sooner with this part and fewer of the others.
+    """
+    for at, (reached, after) in enumerate(pairwise(sets)):
+        if _bytes_of(step, after - reached) >= least:
+            yield from (before | (after - reached) for before in sets[: at : at // _EARLY + 1])
+
+
+def _bytes_of(step: Step, values: Iterable[int]) -> int:
+    return sum(step.values[i].nbytes or 0 for i in values)
+
+
+def _parts(step: Step, before: frozenset[int], after: frozenset[int], least: int) -> list[list[int]]:
     new = sorted(after - before)
     group = {i: i for i in new}
 
@@ -106,7 +125,7 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int]) -> list[li
         for source in step.values[i].made_of:
             if source in group:
                 group[root(i)] = root(source)
-            elif source not in needed:  # it is from now on, by one or more of the new
+            elif source not in needed and (step.values[source].nbytes or 0) > least:  # it is from now on
                 group[root(i)] = root(first_user.setdefault(source, i))
     parts: dict[int, list[int]] = {}
     for i in new:
