@@ -148,7 +148,6 @@ class Side:
     def __init__(self, name: str, setting: str, convert: bool) -> None:
         import leannorm
 
-        leannorm.keep_freed_memory()
         model, self.inputs, self.loss = subject(name)
         self.model = model.to(getattr(torch, name.partition(" ")[2] or "float32")).train()
         if convert:
@@ -225,9 +224,12 @@ def _error(found: list[Tensor], exact: list[Tensor]) -> float:
 
 def serve(pipe: Any, name: str, setting: str, convert: bool, threads: int) -> None:
     """Runs in a process of its own: measures once, then a step at each question, until the pipe is closed."""
+    from leannorm._freed_memory import keep_freed_memory
+
     torch.set_num_threads(threads)
     side = Side(name, setting, convert)
     found = side.first()
+    keep_freed_memory()  # from here on: all sides are there at once, and what float64 took is given back
     side.back(name)
     side.step()
     pipe.send(found)
