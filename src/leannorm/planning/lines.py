@@ -79,9 +79,9 @@ class Lines:
 def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
     """The sets of a chain, and sets between.
 
-    The chain jumps where many equal layers have one price. A jump falls apart into parts that share nothing of
-    more than `least` bytes: those of earlier layers first, which the backward pass would keep longest. Parts are
-    taken together up to `least` bytes.
+    The chain jumps where many equal layers have one price. A jump falls apart into parts that share nothing
+    of more than `least` bytes: those of earlier layers first, which the backward pass would keep longest.
+    Parts are taken together up to `least` bytes.
     """
     yield chain[0]
     for reached, after in pairwise(chain):
@@ -97,8 +97,8 @@ def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[f
 def _early(step: Step, sets: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
     """Sets that take one large part, such as a language model's logits, before its turn.
 
-    A chain has it late where a second frees few bytes of it. Between the points before and behind it lies a gap
-    of its size, and a budget in that gap is met sooner with this part and fewer of the others.
+    A chain has it late where a second frees few bytes of it. Between the points before and behind it lies a
+    gap of its size, and a budget in that gap is met sooner with this part and fewer of the others.
     """
     for at, (reached, after) in enumerate(pairwise(sets)):
         if _bytes_of(step, after - reached) >= least:
