@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.modes import capturing as capturing
+from leannorm.saving.shards import PLAIN
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 streams_used: dict[torch.device, set[torch.Stream]] = {}  # where anything was packed or rebuilt
 
 
@@ -31,7 +31,7 @@ def synchronize(tensor: Tensor) -> None:
 
 def stream_of(tensor: Tensor) -> torch.Stream | None:
     """The stream on which this thread queues work for the tensor's device; None if the device has none."""
-    if not asynchronous(tensor) or type(tensor) not in _PLAIN:
+    if not asynchronous(tensor) or type(tensor) not in PLAIN:
         return None
     try:
         stream = torch.accelerator.current_stream(tensor.device)

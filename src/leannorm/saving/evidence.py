@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leannorm._errors import LeannormError
 from leannorm.autograd.nodes import NODES
-from leannorm.saving.shards import as_plain, counter_of, local_of
+from leannorm.saving.shards import PLAIN, as_plain, counter_of, local_of
 
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
@@ -24,7 +24,6 @@ PLACES, PLACE = 256, 8
 """Zeros, such as a ReLU's, and NaN stay what they are where a tensor is scaled. So where each of these runs
 repeats one value, a sample also has PLACES runs of PLACE bytes."""
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -49,7 +48,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 def version_of(tensor: Tensor) -> Tensor | None:
     """A tensor without memory that shares `tensor`'s version counter; None for a fake tensor."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         return counter_of(tensor)
     kind = tensor.device, tensor.dtype
     empty = _EMPTY.get(kind)
@@ -73,7 +72,7 @@ def bits(tensor: Tensor) -> Tensor:
 def sample_of(tensor: Tensor) -> bytes | None:
     """The tensor's size and some of its bytes, spread over its memory; None if it is not on the CPU, has no
     memory (in forward-mode AD), or gaps between its elements. A parameter with gaps is copied for this."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor = _own(tensor)
     content: bytes | None = _content(tensor) if NODES is None else NODES.sample(tensor)
     if content is None and tensor.requires_grad and tensor.is_leaf and _has_gaps(tensor):
@@ -84,7 +83,7 @@ def sample_of(tensor: Tensor) -> bytes | None:
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    is_there = tensor.is_cpu and tensor.layout == torch.strided and type(tensor) in _PLAIN
+    is_there = tensor.is_cpu and tensor.layout == torch.strided and type(tensor) in PLAIN
     return is_there and tensor.untyped_storage().nbytes() > 0 and not _fills_its_memory(tensor)
 
 
@@ -151,7 +150,7 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 def _content(tensor: Tensor) -> bytes | None:
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
+    if type(tensor) not in PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     if not (tensor.is_contiguous() or _fills_its_memory(tensor)) or tensor.untyped_storage().nbytes() == 0:
         return None
@@ -194,7 +193,7 @@ class FreedError(RuntimeError):
 
 def check_there(tensor: Tensor, name: str) -> None:
     """Raises if the tensor's memory was freed since the forward pass, as sharding does with weights."""
-    if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
+    if type(tensor) in PLAIN and tensor.numel() and tensor.layout == torch.strided:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes == 0:
             raise FreedError(

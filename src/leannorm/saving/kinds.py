@@ -31,12 +31,7 @@ from leannorm.saving.graph import (
 from leannorm.saving.recipes import norms_on_gpu
 from leannorm.saving.recipes.functions import norm_then
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act
-from leannorm.saving.search import (
-    Missing,
-    Search,
-    Visit,
-    is_view_of_held,
-)
+from leannorm.saving.search import Missing, Search, Visit, is_view_of_held
 from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, Value
 
@@ -131,12 +126,8 @@ class Learned:
         value: Value,
         found: Step | Missing,
     ) -> None:
-        self._visits, self._number, self._policy, self._flags = (
-            visits,
-            number,
-            search.policy,
-            search.flags.only,
-        )
+        self._visits, self._number = visits, number
+        self._policy, self._flags = search.policy, search.flags.only
         self._templates: list[dict[str, Any] | None] = []
         self._made: dict[int, int] = {}  # templates, by the check of the node that made the value
         kinds = [kind_of(visit.node) for visit in self._visits]

@@ -14,6 +14,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.shards import local_of, nbytes_of, storage_of
 from leannorm.saving.small import Kept
+from leannorm.saving.steps import root_of
 from leannorm.saving.values import COPIED_PART, Value
 
 
@@ -162,9 +163,7 @@ def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
 
 def _root(value: Value) -> Value:
     """The rebuilt value whose storage a rebuilt view shares."""
-    root = value
-    while root.step is not None and root.step.kind == "view" and root.step.inputs:
-        root = root.step.inputs[0]
+    root = root_of(value)
     return root if root.step is not None else value
 
 

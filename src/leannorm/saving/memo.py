@@ -11,35 +11,21 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import calls, reasons, sorts
 from leannorm.saving.calls import CallArguments
-from leannorm.saving.graph import (
-    ACCUMULATES,
-    FUNCTIONS,
-    OURS,
-    PASSES_ON,
-    kind_of,
-    saved_names,
-)
+from leannorm.saving.graph import ACCUMULATES, FUNCTIONS, OURS, PASSES_ON, kind_of, saved_names
 from leannorm.saving.kinds import Learned, UnlikeError, is_settled
 from leannorm.saving.narrowed import POOLS, WIDENS, references_when_alone
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.rows import SOFTMAX
-from leannorm.saving.search import (
-    MAY_BE_IN_PLACE,
-    MOST_IN_A_ROW,
-    MOST_RUNS,
-    Missing,
-    Search,
-    Visit,
-)
+from leannorm.saving.search import MAY_BE_IN_PLACE, MOST_IN_A_ROW, MOST_RUNS, Missing, Search, Visit
+from leannorm.saving.shards import PLAIN
 from leannorm.saving.steps import Step
 from leannorm.saving.values import MUCH_LARGER, Value
 
@@ -91,11 +77,7 @@ def learn(
     if sorts.are_too_many():
         forget()
     node: Any = tensor.grad_fn
-    if (
-        search.flags.only is None
-        or visits[0].node is not node
-        or type(tensor) not in (Tensor, torch.nn.Parameter)
-    ):
+    if search.flags.only is None or visits[0].node is not node or type(tensor) not in PLAIN:
         return
     chain = tuple(type(visit.node) for visit in visits)
     place = chain, tensor.output_nr, value.layout, value.version

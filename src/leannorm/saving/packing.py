@@ -51,7 +51,7 @@ from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
-from leannorm.saving.shards import as_plain, local_of, spec_of
+from leannorm.saving.shards import PLAIN, as_plain, local_of, spec_of
 from leannorm.saving.small import Kept, kept_of
 from leannorm.saving.steps import Step
 from leannorm.saving.timeline import Reads
@@ -62,7 +62,7 @@ from leannorm.saving.values import Value, held, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
-_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_PLAIN = (*PLAIN, FakeTensor)
 
 
 class Packing(CountingHook):

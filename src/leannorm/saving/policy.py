@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.recipes.attention import ATTENTIONS
-from leannorm.saving.recipes.products import PRODUCTS, ends_in_matrix_product, groups_of
+from leannorm.saving.recipes.products import MANY_OPERATIONS, PRODUCTS, ends_in_matrix_product, groups_of
 from leannorm.saving.recipes.views import cast_to
-from leannorm.saving.steps import Step
+from leannorm.saving.steps import Step, behind
 from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
 
 FEW_PARTS = 4
@@ -53,9 +53,7 @@ class Policy:
 
     def may_add(self, kind: str, value: Value | None) -> bool:
         """May a sum with this input, put out by such a node, be rebuilt? None: it has no value yet."""
-        in_own_pass = (
-            self.products and kind == "NativeBatchNormBackward0"
-        )  # if it can be, which its step tells
+        in_own_pass = self.products and kind == "NativeBatchNormBackward0"  # its step tells whether it can be
         return self.everything or in_own_pass or (value is not None and needs_no_norm(value))
 
     def is_worth(self, size: int, largest: int) -> bool:
@@ -98,33 +96,26 @@ NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(prod
 
 def needs_no_norm(value: Value) -> bool:
     """Is it held, a product (whose operations were checked), or made of such by views, multiples and sums?"""
-    seen, left = {value}, [value]
-    for one in left:  # which grows, by each value once
-        step = one.step
-        if step is None or step.kind in ("product", "attention", "held"):
-            continue
-        if not (step.view or step.kind in ("scale", "sum")):
-            return False
-        left += [before for before in step.inputs if before not in seen]
-        seen.update(step.inputs)
-    return True
+    kinds = *MANY_OPERATIONS, "held", "view", "copy", "scale", "sum"
+    steps = (one.step for one in behind([value], MANY_OPERATIONS))
+    return all(step is None or step.kind in kinds for step in steps)
 
 
 def sums_before(value: Value) -> int:
     """The most sums in a row in its rebuild."""
-    found = dict[Value, int]()
+    sums = dict[Value, int]()
     left = [value]
     while left:
         one, step = left[-1], left[-1].step
-        inputs = () if step is None or step.kind == "held" else step.inputs
-        missing = [before for before in inputs if before not in found]
+        inputs = () if step is None else step.inputs
+        missing = [before for before in inputs if before not in sums]
         if missing:
             left += missing
             continue
         is_sum = step is not None and step.kind in ("sum", "added norm")
-        found[one] = is_sum + max((found[before] for before in inputs), default=0)
+        sums[one] = is_sum + max((sums[before] for before in inputs), default=0)
         left.pop()
-    return found[value]
+    return sums[value]
 
 
 def is_bias(value: Value) -> bool:

@@ -42,7 +42,7 @@ from leannorm.saving.recipes.selected import BY_POSITION
 from leannorm.saving.recipes.shards import LOCAL, REDISTRIBUTE, TELLING, know_torchs_functions, told_by
 from leannorm.saving.recipes.views import ALIASES, MOVES, VIEWS, cat_of_copied_parts
 from leannorm.saving.recipes.written import is_sum_in_view
-from leannorm.saving.steps import Step, is_unfilled
+from leannorm.saving.steps import Step, is_unfilled, root_of
 from leannorm.saving.values import Value, held
 
 _SUMS = {"AddBackward0", "SubBackward0"}
@@ -50,27 +50,14 @@ _MAX_DEPTH = 20  # nodes of one chain
 MOST_IN_A_ROW = 64  # steps; the backward pass rebuilds as many tensors at once
 MOST_RUNS = 256  # of steps for one tensor, each of which is looked at again and again
 _COSTLY_TO_ADD = NORMS | ACTIVATIONS  # nodes whose output takes a pass of arithmetic to rebuild
-MAY_BE_IN_PLACE = ACTIVATIONS | {
-    "AddBackward0",
-    "SubBackward0",
-    "MulBackward0",
-    "MulBackward1",
-    "DivBackward0",
-}
+_ARITHMETIC = {*_SUMS, "MulBackward0", "MulBackward1", "DivBackward0"}
+MAY_BE_IN_PLACE = ACTIVATIONS | _ARITHMETIC
 # nodes that move elements, or round each of them once: their bits depend on no tensor's layout
 _IN_ANY_LAYOUT = {
-    *(ALIASES | VIEWS | BY_POSITION | MOVES | NEAREST),
+    *(ALIASES | VIEWS | BY_POSITION | MOVES | NEAREST | _ARITHMETIC),
     *("CloneBackward0", "ToCopyBackward0", "CatBackward0", "RepeatBackward0", "WhereBackward0"),
-    *(
-        "AddBackward0",
-        "SubBackward0",
-        "MulBackward0",
-        "MulBackward1",
-        "DivBackward0",
-        "NegBackward0",
-        "ReluBackward0",
-    ),
-    *("LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0", "ConstantPadNdBackward0"),
+    *("NegBackward0", "ReluBackward0", "LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0"),
+    "ConstantPadNdBackward0",
 }
 _COPIES_FIRST = {"SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0"}
 """Nodes whose kernels for CPUs and CUDA read a contiguous copy of whatever they get."""
@@ -353,14 +340,9 @@ def _is_leaf_on_cpu(tensor: Tensor | None) -> bool:
 
 def is_held(value: Value) -> bool:
     """Is it held, or a view of what is held?"""
-    return value.step is None or is_view_of_held(value.step)
+    return root_of(value).step is None
 
 
 def is_view_of_held(step: Step) -> bool:
     """Is the result a view of a held tensor? Then holding it costs no memory."""
-    while step.kind == "view" and step.inputs:
-        value = step.inputs[0]
-        if value.step is None:
-            return True
-        step = value.step
-    return False
+    return step.kind == "view" and bool(step.inputs) and is_held(step.inputs[0])

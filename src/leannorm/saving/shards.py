@@ -12,7 +12,7 @@ from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # torch's own classes of tensors
 
 
 def _class_of_dtensors() -> Any:
@@ -23,12 +23,12 @@ def _class_of_dtensors() -> Any:
 
 def local_of(tensor: Tensor) -> Tensor | None:
     """The local tensor of a DTensor; None for all else, and where that is no plain tensor."""
-    if type(tensor) in _PLAIN or type(tensor) is not _class_of_dtensors():
+    if type(tensor) in PLAIN or type(tensor) is not _class_of_dtensors():
         return None
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
     if hasattr(local, "trigger_wait"):  # of a collective under way, which the operation waits for as well
         local = local.trigger_wait()
-    return local if type(local) in _PLAIN and local.layout == torch.strided else None
+    return local if type(local) in PLAIN and local.layout == torch.strided else None
 
 
 def spec_of(tensor: Tensor) -> Any:
@@ -94,4 +94,4 @@ _AS_IT_IS = nullcontext()
 def as_plain(tensor: Tensor) -> AbstractContextManager[object]:
     """Within, what a subclass of tensors does in `__torch_function__` is not done: it may change or refuse
     the attributes and methods that are asked for."""
-    return _AS_IT_IS if type(tensor) in _PLAIN else torch._C.DisableTorchFunctionSubclass()
+    return _AS_IT_IS if type(tensor) in PLAIN else torch._C.DisableTorchFunctionSubclass()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,6 +76,24 @@ class Step(NamedTuple):
     @property
     def view(self) -> bool:
         return self.kind in ("view", "copy")
+
+
+def behind(values: Iterable[Value], but: Collection[str] = ()) -> Iterator[Value]:
+    """These values and all that they are made of, each once, but not what steps of those kinds read."""
+    every = list(dict.fromkeys(values))
+    seen = set(every)
+    for value in every:  # which grows
+        yield value
+        if value.step is not None and value.step.kind not in but:
+            every += [before for before in value.step.inputs if before not in seen]
+            seen.update(value.step.inputs)
+
+
+def root_of(value: Value) -> Value:
+    """The value whose memory this has, where it is a view, or a view of a view."""
+    while value.step is not None and value.step.kind == "view" and value.step.inputs:
+        value = value.step.inputs[0]
+    return value
 
 
 def is_unfilled(step: Step | None) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from leannorm.saving.shards import local_of
-from leannorm.saving.steps import Step
-from leannorm.saving.values import behind
+from leannorm.saving.steps import Step, behind
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _STATES = "torch.distributed._composable_state"

@@ -18,9 +18,9 @@ from leannorm.saving.rows import unbuilt
 from leannorm.saving.search import is_view_of_held
 from leannorm.saving.shards import as_plain
 from leannorm.saving.small import Kept, read
-from leannorm.saving.steps import Step, share_memory
+from leannorm.saving.steps import Step, behind, share_memory
 from leannorm.saving.trial import without_autocast
-from leannorm.saving.values import COPIED_PART, Value, behind
+from leannorm.saving.values import COPIED_PART, Value
 from leannorm.saving.verify import check_equal
 
 

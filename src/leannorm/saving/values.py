@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,8 +24,8 @@ from leannorm.saving.evidence import (
     version_of,
 )
 from leannorm.saving.flags import Flags, current
-from leannorm.saving.shards import local_of, shared_as, spec_of
-from leannorm.saving.steps import Owner, Step, run
+from leannorm.saving.shards import PLAIN, local_of, shared_as, spec_of
+from leannorm.saving.steps import Owner, Step, behind, run
 
 UNTOLD = torch.Size()
 _CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class Value(_Referable):
     def __post_init__(self) -> None:
         tensor, step = self.tensor, self.step
         if tensor is not None:
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in PLAIN:
                 self._of_ranks(tensor)
             self.stream = stream_of(self.tensor)  # type: ignore[arg-type]
         if step is not None:
@@ -210,6 +210,11 @@ class Value(_Referable):
                 casts.insert(0, source.step.constants[0])  # type: ignore[arg-type]
             source = before[0]
         return source._for_a_rebuild(flags)[0], casts
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize if self.tensor is None else self.tensor.nbytes
 
     @property
     def width(self) -> int:
@@ -353,7 +358,6 @@ class Value(_Referable):
         )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 MUCH_LARGER = 32
 """What has so many times fewer elements than another tensor takes little memory and little time beside it."""
 
@@ -379,21 +383,10 @@ def products_of(values: tuple[Value, ...]) -> int:
     return max(v.products for v in values if size_of(v) * MUCH_LARGER > largest)
 
 
-def behind(values: Iterable[Value]) -> Iterator[Value]:
-    """These values and all that they are made of, each once."""
-    found = list(dict.fromkeys(values))
-    seen = set(found)
-    for value in found:  # which grows
-        yield value
-        new = () if value.step is None else [v for v in value.step.inputs if v not in seen]
-        found += new
-        seen.update(new)
-
-
 def held(tensor: Tensor, name: str = "") -> Value:
     """A value that holds the tensor, detached: its graph may lead back to the node that saved it.
 
     `name` is the name of the node that made it.
     """
-    bare = tensor.grad_fn is None or (type(tensor) not in _PLAIN and local_of(tensor) is not None)
+    bare = tensor.grad_fn is None or (type(tensor) not in PLAIN and local_of(tensor) is not None)
     return Value(tensor if bare else tensor.detach(), tensor._version, None, name)

@@ -96,9 +96,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _zero_and_one(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if type(like) is Tensor:
         return _constants(len(like), dtype)
-    return torch.zeros_like(like, dtype=dtype), torch.ones_like(
-        like, dtype=dtype
-    )  # fake tensors: not cached, each belongs to a FakeTensorMode
+    # fake tensors are not cached, since each belongs to a FakeTensorMode
+    return torch.zeros_like(like, dtype=dtype), torch.ones_like(like, dtype=dtype)
 
 
 @lru_cache(maxsize=64)

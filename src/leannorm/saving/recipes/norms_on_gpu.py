@@ -104,11 +104,8 @@ def layer_norm_cast(
     """The same, cast."""
     kept = torch.Size(shape).numel()
     lines = x.is_contiguous() or (x.dim() == 3 and len(shape) == 1 and x.stride(2) == 1)
-    if (
-        lines
-        and _are_lines(weight, bias)
-        and _serves(x, (dtype, *_dtypes(x, weight, bias, mean)), _rows_agree)
-    ):
+    kind = dtype, *_dtypes(x, weight, bias, mean)
+    if lines and _are_lines(weight, bias) and _serves(x, kind, _rows_agree):
         return TRITON.row_as_torch(x, mean, rstd, weight, bias, kept, dtype)
     return torch.native_layer_norm(x, shape, weight, bias, eps)[0].to(dtype)
 

@@ -16,11 +16,13 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import constant, is_lost, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.steps import Step
+from leannorm.saving.steps import Step, behind
 from leannorm.saving.values import Value, size_of
 
 MOST = 768
 """Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
+
+MANY_OPERATIONS = "product", "attention"  # kinds of steps that take many for each value
 
 IN_A_ROW = 6
 """So many products in a row are rebuilt, if all but the last are convolutions; else two (see `_is_late`)."""
@@ -65,17 +67,8 @@ def groups_of(step: Step) -> int:
 
 def ends_in_matrix_product(value: Value) -> bool:
     """Is the last product in its rebuild a matrix product or attention, and no convolution?"""
-    seen, left = {value}, [value]
-    for one in left:  # which grows
-        step = one.step
-        if step is None or step.kind == "held":
-            continue
-        if step.kind not in ("product", "attention"):
-            left += [before for before in step.inputs if before not in seen]
-            seen.update(step.inputs)
-        elif not groups_of(step):
-            return True
-    return False
+    steps = (one.step for one in behind([value], MANY_OPERATIONS))
+    return any(step is not None and step.kind in MANY_OPERATIONS and not groups_of(step) for step in steps)
 
 
 def is_long(value: Value) -> bool:
