@@ -23,7 +23,7 @@ from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
 from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.masks import mask_as_bits
-from leannorm.saving.recipes.views import ALIASES, cast_to
+from leannorm.saving.recipes.views import SAME_MEMORY, cast_to
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -101,22 +101,18 @@ def narrowed_positions(tensor: Tensor, node: Any, axes: int) -> Step | None:
     return _in_fewer_bytes(tensor, 0, prod(sizes) - 1)
 
 
-def _widened(x: Tensor) -> Tensor:
-    return x.to(torch.int64)
-
-
 def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
     for dtype in (torch.int16, torch.int32):
         span = torch.iinfo(dtype)
         if span.min <= low and high <= span.max:
             value = Value(tensor.to(dtype), 0, name="integers in a narrower dtype")
-            return Step(_widened, (value,), kind="scale")
+            return Step(cast_to, (value,), (), (torch.int64,), kind="scale")
     return None
 
 
 WIDENS = {*_SOFTMAXES, "ToCopyBackward0"}  # nodes whose output may be held in fewer bytes
 
-_MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+_MOVE_ONLY = {*SAME_MEMORY, "CloneBackward0"}
 
 
 def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | None:

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from leannorm.saving.graph import kind_of
+from leannorm.saving.graph import ACCUMULATES, kind_of
 from leannorm.saving.narrowed import copy_that
 from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS, groups_of
-from leannorm.saving.recipes.views import ALIASES
+from leannorm.saving.recipes.views import SAME_MEMORY
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
 _PASSES = 2.5  # over an operation's inputs and outputs in a step: one forward, the others backward
-_NO_WORK = ALIASES | {"AccumulateGrad", "ReshapeAliasBackward0", "UnsafeViewBackward0", "TBackward0"}
+_NO_WORK = {*SAME_MEMORY, ACCUMULATES}
 
 
 class Prices:
@@ -36,7 +36,7 @@ class Prices:
         if step.flops:
             total += step.flops / rate.operations(dtype.itemsize, groups_of(step))
         if step.kind != "view" and not _is_there(step):
-            moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
+            moved = prod(shape) * dtype.itemsize + sum(value.nbytes for value in step.inputs)
             total += rate.call + moved / rate.memory
         return total if step.proved else 2 * total
 
@@ -45,9 +45,8 @@ class Prices:
         read twice, and the copy is written."""
         if value.step is None or not (value.from_narrow or value.if_held):
             return 0.0
-        wide = prod(value.shape) * value.dtype.itemsize
-        narrow = value.if_held or _nbytes(copy_that(value.step))
-        return self.rates.call + (2 * wide + narrow) / self.rates.memory
+        narrow = value.if_held or copy_that(value.step).nbytes
+        return self.rates.call + (2 * value.nbytes + narrow) / self.rates.memory
 
     def of_step(self, nodes: Iterable[Any]) -> float:
         """The price of stock autograd's step: all nodes that these depend on, forward and backward."""
@@ -69,9 +68,7 @@ class Prices:
             transposed = getattr(node, "_saved_transposed", False) and read[0]
             flops = _flops(kind, read, read[0] if transposed else tuple(output.shape))
             frozen = None in (inputs[:2] if kind in CONVOLUTIONS else inputs[-2:])  # one gradient, not two
-            groups = (
-                node._saved_groups if kind == "ConvolutionBackward0" else 1 if kind in CONVOLUTIONS else 0
-            )
+            groups = node._saved_groups if kind == "ConvolutionBackward0" else int(kind in CONVOLUTIONS)
             total += (2 if frozen else 3) * flops / rate.operations(output.dtype.itemsize, groups)
             moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
             total += 2 * rate.call + _PASSES * moved / rate.memory
@@ -84,12 +81,6 @@ def _is_there(step: Step) -> bool:
         return False
     x = step.inputs[0]
     return x.step is not None and not x.step.view
-
-
-def _nbytes(value: Value) -> int:
-    if value.tensor is not None:
-        return value.tensor.nbytes
-    return prod(value.shape) * value.dtype.itemsize
 
 
 def _flops(kind: str, inputs: list[tuple[int, ...]], output: tuple[int, ...]) -> int:

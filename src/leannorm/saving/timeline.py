@@ -28,20 +28,14 @@ from leannorm.saving.narrowed import CHUNK, copy_that, references_when_alone
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes.products import CONVOLUTIONS
-from leannorm.saving.recipes.views import ALIASES
+from leannorm.saving.recipes.views import PARTS, SAME_MEMORY
 from leannorm.saving.shards import nbytes_of, storage_of
+from leannorm.saving.steps import root_of
 from leannorm.saving.values import Value
 
 _Output = tuple[Any, int]  # of a node, by number
-_SAME_MEMORY = ALIASES | {"ReshapeAliasBackward0", "UnsafeViewBackward0"}
-_IN_PARTS = {
-    "SelectBackward0",
-    "SliceBackward0",
-    "UnbindBackward0",
-    "SplitBackward0",
-    "SplitWithSizesBackward0",
-}
-_SAME_GRADIENT = (_SAME_MEMORY - _IN_PARTS) | {"CloneBackward0", "AddBackward0", "CatBackward0"}
+_IN_PARTS = {"SelectBackward0", "SliceBackward0", *PARTS}
+_SAME_GRADIENT = (SAME_MEMORY - _IN_PARTS) | {"CloneBackward0", "AddBackward0", "CatBackward0"}
 """The gradient that comes in goes out, to inputs of its size; from a concatenation in parts."""
 _NO_GRADIENT = {"SumBackward0", "SumBackward1"}  # that takes memory: one number, expanded
 _WORKING = {"PowBackward0": 2, "NativeBatchNormBackward0": 1}
@@ -160,7 +154,7 @@ class Timeline:
         """For each output the moments that make its memory and read it last."""
         edited, owners = self._edited(), dict[_Output, _Output]()
         for node in sorted(self.nodes, key=self.nodes.__getitem__):
-            shares = kind_of(node) in _SAME_MEMORY or node in edited
+            shares = kind_of(node) in SAME_MEMORY or node in edited
             source = next(iter(node.next_functions), (None, 0))
             for number in range(len(node._input_metadata)):
                 own = node, number
@@ -180,7 +174,7 @@ class Timeline:
             node: Any = None if read.made_by is None else read.made_by[0]
             version = value.version
             while version > 0 and node in self.nodes:
-                if kind_of(node) not in _SAME_MEMORY:
+                if kind_of(node) not in SAME_MEMORY:
                     found.add(node)
                     version -= 1
                 node = next(iter(node.next_functions), (None, 0))[0]
@@ -322,9 +316,7 @@ class Groups:
         return Lines(step._replace(beside=ours), in_stock), places
 
     def _of(self, value: Value) -> int:
-        root = value
-        while root.step is not None and root.step.kind == "view" and root.step.inputs:
-            root = root.step.inputs[0]
+        root = root_of(value)
         held = root.tensor if root.step is None else None
         key: Hashable = root if held is None else storage_of(held)[0] or root
         if key not in self.index:
@@ -348,9 +340,9 @@ class Groups:
         step = root.step
         assert step is not None
         if root.from_narrow and not self.narrowing:
-            return _Group(Planned(_size(root), None), _size(root))
+            return _Group(Planned(root.nbytes, None), root.nbytes)
         made_of = tuple(dict.fromkeys(self._of(value) for value in step.inputs))
-        nbytes, first = _size(root), step.inputs[0] if step.inputs else root
+        nbytes, first = root.nbytes, step.inputs[0] if step.inputs else root
         if (step.in_place or root.in_rows) and first.layout is None and first.step and first.users <= 1:
             source = self.made[made_of[0]]  # its memory is used, or it exists in parts alone
             source.value = source.value._replace(again=0)
@@ -368,7 +360,3 @@ class Groups:
             value = value._replace(seconds=0.0, made_of=(len(self.made) - 1,))
             return _Group(value, root.frees or nbytes, copy)
         return _Group(value, max(root.frees, nbytes))
-
-
-def _size(value: Value) -> int:
-    return int(prod(value.shape)) * value.dtype.itemsize

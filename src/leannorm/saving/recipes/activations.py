@@ -15,30 +15,33 @@ from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
 Elementwise = Callable[..., Tensor]
+# The function, the same in place, and the constants that the node saves
+_Row = tuple[Elementwise, Elementwise | None, tuple[str, ...]]
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-_FROM_SAVED_INPUT: dict[str, tuple[Elementwise, tuple[str, ...]]] = {
-    "SiluBackward0": (F.silu, ()),
-    "MishBackward0": (F.mish, ()),
-    "HardswishBackward0": (F.hardswish, ()),
-    "HardsigmoidBackward0": (F.hardsigmoid, ()),
-    "GeluBackward0": (_gelu, ("approximate",)),
-    "HardtanhBackward0": (F.hardtanh, ("min_val", "max_val")),
-    "LeakyReluBackward0": (F.leaky_relu, ("negative_slope",)),
-    "EluBackward0": (torch.ops.aten.elu, ("alpha", "scale", "input_scale")),
-    "CeluBackward0": (F.celu, ("alpha",)),
-    "SoftplusBackward0": (F.softplus, ("beta", "threshold")),
-    "GluBackward0": (F.glu, ("dim",)),
-    "LogSigmoidBackward0": (F.logsigmoid, ()),
-    "AbsBackward0": (torch.abs, ()),
-    "LogBackward0": (torch.log, ()),
-    "ClampBackward1": (torch.clamp, ("min", "max")),
+_FROM_SAVED_INPUT: dict[str, _Row] = {
+    "SiluBackward0": (F.silu, None, ()),
+    "MishBackward0": (F.mish, None, ()),
+    "HardswishBackward0": (F.hardswish, None, ()),
+    "HardsigmoidBackward0": (F.hardsigmoid, None, ()),
+    "GeluBackward0": (_gelu, None, ("approximate",)),
+    "HardtanhBackward0": (F.hardtanh, None, ("min_val", "max_val")),
+    "LeakyReluBackward0": (F.leaky_relu, None, ("negative_slope",)),
+    "EluBackward0": (torch.ops.aten.elu, None, ("alpha", "scale", "input_scale")),
+    "CeluBackward0": (F.celu, None, ("alpha",)),
+    "SoftplusBackward0": (F.softplus, None, ("beta", "threshold")),
+    "GluBackward0": (F.glu, None, ("dim",)),
+    "LogSigmoidBackward0": (F.logsigmoid, None, ()),
+    "AbsBackward0": (torch.abs, None, ()),
+    "LogBackward0": (torch.log, None, ()),
+    "ClampBackward1": (torch.clamp, None, ("min", "max")),
 }
-_FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
+# These save their output, so their input needs a value; the step must not hold the node itself
+_FROM_PRODUCER: dict[str, _Row] = {
     "ReluBackward0": (torch.relu, torch.relu_, ()),
     "SigmoidBackward0": (torch.sigmoid, torch.sigmoid_, ()),
     "TanhBackward0": (torch.tanh, torch.tanh_, ()),
@@ -51,27 +54,22 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]
     "SafeSoftmaxBackward0": (torch._safe_softmax, None, ("dim",)),
     "LogSoftmaxBackward0": (torch.log_softmax, None, ("dim",)),
 }
-ACTIVATIONS = {*_FROM_SAVED_INPUT, *_FROM_PRODUCER}
+_ALL = {**_FROM_SAVED_INPUT, **_FROM_PRODUCER}
+ACTIVATIONS = set(_ALL)
+IN_PLACE = {kind: row for kind, row in _ALL.items() if "Softmax" not in kind and kind != "GluBackward0"}
 
 
-@recipe(*_FROM_SAVED_INPUT)
-def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+@recipe(*_ALL)
+def activation(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kind = kind_of(node)
-    function, names = _FROM_SAVED_INPUT[kind]
-    x, constants = saved(node, "self"), tuple(constant(node, name) for name in names)
-    if x is None or output:
-        return None
-    return with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants)
+    x = saved(node, "self") if kind in _FROM_SAVED_INPUT else given(0)
+    constants = tuple(constant(node, name) for name in _ALL[kind][2])
+    return None if x is None or output else step_of(x, kind, constants)
 
 
-@recipe(*_FROM_PRODUCER)
-def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """These save their output, so their input needs a value. The step must not hold the node itself."""
-    kind = kind_of(node)
-    function, in_place, names = _FROM_PRODUCER[kind]
-    x, constants = given(0), tuple(constant(node, name) for name in names)
-    if x is None:
-        return None
+def step_of(x: Value, kind: str, constants: tuple[Hashable, ...]) -> Step:
+    """The step of this kind of activation, perhaps in one pass with a norm before it."""
+    function, in_place, _ = _ALL[kind]
     return with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
 
 
@@ -92,12 +90,6 @@ def with_norm(x: Value, key: Hashable) -> Step | None:
     if fused is None or step is None:
         return None
     return fused._replace(flags=step.flags, proved=proved and step.proved, tells_layout=told)
-
-
-IN_PLACE: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
-    **{kind: found for kind, found in _FROM_PRODUCER.items() if "Softmax" not in kind},
-    **{kind: (f, None, names) for kind, (f, names) in _FROM_SAVED_INPUT.items() if kind != "GluBackward0"},
-}
 
 
 @recipe("PreluKernelBackward0")

@@ -16,10 +16,19 @@ from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
 
-@recipe("MulBackward0")
-def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+_OF_TWO: dict[str, Callable[..., Tensor]] = {"MulBackward0": torch.mul, "DivBackward0": torch.div}
+
+
+@recipe(*_OF_TWO)
+def of_two(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """LayerScale, squeeze-and-excite, dropout (input times mask). Factors that are not saved are searched."""
-    return _of_two(torch.mul, node, given)
+    function = _OF_TWO[kind_of(node)]
+    a = saved(node, "self") or given(0)
+    b = None if a is None else saved(node, "other") or given(1)
+    if a is None or b is not None:
+        return None if a is None or b is None else Step(function, (a, b), kind="scale")
+    other = number(node, "other")
+    return None if other is None else Step(function, (a,), (), (other,), kind="scale")
 
 
 # What rotary embeddings and norms written by hand are made of
@@ -48,20 +57,6 @@ def over_axes(node: Any, output: int, given: Given, like: Tensor | None) -> Step
     x = given(0)
     constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
     return None if x is None else Step(_OVER_AXES[kind_of(node)], (x,), (), constants)
-
-
-@recipe("DivBackward0")
-def div(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    return _of_two(torch.div, node, given)
-
-
-def _of_two(function: Callable[..., Tensor], node: Any, given: Given) -> Step | None:
-    a = saved(node, "self") or given(0)
-    b = None if a is None else saved(node, "other") or given(1)
-    if a is None or b is not None:
-        return None if a is None or b is None else Step(function, (a, b), kind="scale")
-    other = number(node, "other")
-    return None if other is None else Step(function, (a,), (), (other,), kind="scale")
 
 
 def _dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -104,11 +99,9 @@ def _with_norm(norm: Value, added: Value, place: int) -> Step | None:
     like = added if added.tensor is None else added.tensor
     alike = (like.shape, like.dtype) == (norm.shape, norm.dtype)
     fused = step.then(step, "identity", added) if alike else None
-    return (
-        None
-        if fused is None
-        else fused._replace(flags=step.flags, proved=step.proved, identity=("norm", place))
-    )
+    if fused is None:
+        return None
+    return fused._replace(flags=step.flags, proved=step.proved, identity=("norm", place))
 
 
 def _of_frozen_norm(node: Any) -> Tensor | None:

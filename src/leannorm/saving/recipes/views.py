@@ -25,15 +25,8 @@ def _view(function: Callable[..., Tensor], x: Value | None, *constants: Any) -> 
     return None if x is None else Step(function, (x,), (), constants, kind="view")
 
 
-VIEWS = {
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "ReshapeAliasBackward0",
-    "UnsqueezeBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "SqueezeBackward2",
-}
+_RESHAPED = {"ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"}
+VIEWS = {*_RESHAPED, "SqueezeBackward2", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
 @recipe(*VIEWS)
@@ -60,39 +53,25 @@ _VIEWS = of_input({
 })  # fmt: skip
 
 
-def _unbind(x: Tensor, output: int, dim: int) -> Tensor:
-    return torch.unbind(x, dim)[output]
+def _part(x: Tensor, output: int, split: Callable[..., tuple[Tensor, ...]], *constants: Any) -> Tensor:
+    return split(x, *constants)[output]
 
 
-def _split(x: Tensor, output: int, size: int, dim: int) -> Tensor:
-    return torch.split(x, size, dim)[output]
-
-
-def _split_with_sizes(x: Tensor, output: int, sizes: tuple[int, ...], dim: int) -> Tensor:
-    return torch.split_with_sizes(x, sizes, dim)[output]
-
-
-_PARTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
-    "UnbindBackward0": (_unbind, ("dim",)),
-    "SplitBackward0": (_split, ("split_size", "dim")),
-    "SplitWithSizesBackward0": (_split_with_sizes, ("split_sizes", "dim")),
+# What puts out several views, and its constants
+PARTS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], tuple[str, ...]]] = {
+    "UnbindBackward0": (torch.unbind, ("dim",)),
+    "SplitBackward0": (torch.split, ("split_size", "dim")),
+    "SplitWithSizesBackward0": (torch.split_with_sizes, ("split_sizes", "dim")),
 }
 # Nodes whose output is an alias of their input: both share memory and version counter
-ALIASES = {
-    *_VIEWS,
-    *_PARTS,
-    "ExpandBackward0",
-    "ViewBackward0",
-    "UnsqueezeBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-}
+ALIASES = {*_VIEWS, *PARTS, *_RESHAPED, "ExpandBackward0"}
+SAME_MEMORY = {*ALIASES, "UnsafeViewBackward0", "ReshapeAliasBackward0"}  # of these two the memory alone
 
 
-@recipe(*_PARTS)
+@recipe(*PARTS)
 def part(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    function, names = _PARTS[kind_of(node)]
-    return _view(function, given(0), output, *(constant(node, name) for name in names))
+    split, names = PARTS[kind_of(node)]
+    return _view(_part, given(0), output, split, *(constant(node, name) for name in names))
 
 
 of_input({"RepeatBackward0": OfInput(Tensor.repeat, ("repeats",))})
@@ -170,10 +149,25 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return Step(cast_to, (x,), (), (to.dtype,), kind=kind, tells_layout=like is not None)
 
 
-@recipe("CatBackward0")
-def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """A concatenation of which every part has a value."""
-    return _cat(constant(node, "dim"), [given(i) for i in range(len(node.next_functions))])
+_JOINS: dict[str, Callable[..., Tensor]] = {"CatBackward0": torch.cat, "StackBackward0": torch.stack}
+
+
+@recipe(*_JOINS)
+def joined(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A concatenation or a stack, of which every part has a value."""
+    return _joined(node, [given(i) for i in range(len(node.next_functions))])
+
+
+def _joined(node: Any, parts: list[Value | None]) -> Step | None:
+    known = tuple(part for part in parts if part is not None)
+    constants = _JOINS[kind_of(node)], constant(node, "dim")
+    return None if len(known) < len(parts) else Step(_join, known, (), constants)
+
+
+def _join(*parts_function_and_dim: Any) -> Tensor:
+    *parts, function, dim = parts_function_and_dim
+    whole: Tensor = function(parts, dim)
+    return whole
 
 
 def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
@@ -198,29 +192,7 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
                 value.as_made, value.seen_at = False, node._sequence_nr()
                 register(producer, number, weakref.ref(value))
             start += length
-    return _cat(dim, parts)
-
-
-def _concatenate(*parts_and_dim: Any) -> Tensor:
-    *parts, dim = parts_and_dim
-    return torch.cat(parts, dim)
-
-
-@recipe("StackBackward0")
-def stack(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    parts = [given(i) for i in range(len(node.next_functions))]
-    known = tuple(part for part in parts if part is not None)
-    return None if len(known) < len(parts) else Step(_stack, known, (), (constant(node, "dim"),))
-
-
-def _stack(*parts_and_dim: Any) -> Tensor:
-    *parts, dim = parts_and_dim
-    return torch.stack(parts, dim)
-
-
-def _cat(dim: int, parts: list[Value | None]) -> Step | None:
-    known = tuple(part for part in parts if part is not None)
-    return None if len(known) < len(parts) else Step(_concatenate, known, (), (dim,))
+    return _joined(node, parts)
 
 
 def _laid_out(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:

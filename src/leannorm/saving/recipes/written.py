@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import Layout, constant, exact, identity, in_view, kind_of, noted_in_view
-from leannorm.saving.recipes.activations import IN_PLACE, with_norm
+from leannorm.saving.recipes.activations import IN_PLACE, step_of
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.steps import UNFILLED, Step, is_unfilled
 from leannorm.saving.values import Value
@@ -67,8 +67,7 @@ def written_in_a_view(node: Any, output: int, given: Given, like: Tensor | None)
 def _activation(x: Value | None, kind: str, constants: tuple[Any, ...]) -> Step | None:
     if x is None or kind not in IN_PLACE:
         return None
-    function, in_place, _ = IN_PLACE[kind]
-    step = with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
+    step = step_of(x, kind, constants)
     return step._replace(identity=(step.identity, kind, exact(constants)))
 
 
