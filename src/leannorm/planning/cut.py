@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import NamedTuple
 
 from leannorm.planning.timeline import Step
@@ -47,33 +48,30 @@ class Cuts:
         """The choices that are cheapest at some rate, from the fewest seconds to the fewest bytes."""
         everything = sum(p for p in self.price if p is not None)
         first, last = self._solve(0, 1), self._solve(everything + 1, 1)
-        found, left = [first], [(first, last)] if last.held < first.held else []
+        choices, left = [first], [(first, last)] if last.held < first.held else []
         while left:
             low, high = left.pop()
             between = self._between(low, high)
             if between is None:
-                found.append(high)
+                choices.append(high)
             else:
                 left += [(between, high), (low, between)]
-        return found
+        return choices
 
     def weighed(self, held: Sequence[int | None], prices: Sequence[int | None]) -> frozenset[int]:
         """What the cheapest choice makes again, where keeping a value costs `held` and making it `prices`."""
-        of_step = self.held, self.price
-        self.held, self.price = list(held), list(prices)
-        try:
-            return self._solve(1, 1).again
-        finally:
-            self.held, self.price = of_step
+        other = copy(self)
+        other.held, other.price = list(held), list(prices)
+        return other._solve(1, 1).again
 
     def _between(self, low: Choice, high: Choice) -> Choice | None:
         """What is cheaper than both at the rate at which both cost the same."""
         of_bytes, of_seconds = high.price - low.price, low.held - high.held
         if of_bytes <= 0 or of_seconds <= 0:
             return None
-        found = self._solve(of_bytes, of_seconds, low.side, high.side)
-        cost, before = (of_bytes * c.held + of_seconds * c.price for c in (found, low))
-        return found if cost < before else None
+        between = self._solve(of_bytes, of_seconds, low.side, high.side)
+        cost, before = (of_bytes * c.held + of_seconds * c.price for c in (between, low))
+        return between if cost < before else None
 
     def _solve(
         self, of_bytes: int, of_seconds: int, low: bytes | None = None, high: bytes | None = None
@@ -88,9 +86,8 @@ class Cuts:
             elif high[node]:
                 place[node] = nodes
                 nodes += 1
-        wide = (
-            1 + sum(of_bytes * (h or 0) for h in self.held) + sum(of_seconds * (p or 0) for p in self.price)
-        )
+        everything = of_bytes * sum(h or 0 for h in self.held) + of_seconds * sum(p or 0 for p in self.price)
+        wide = 1 + everything
         network = _Network(nodes)
         for i in range(count):
             of_making, of_keeping = self.price[i], self.held[i]

@@ -26,20 +26,21 @@ class _Flag(NamedTuple):
 
 def _plain(*names: str) -> list[_Flag]:
     """Flags of `torch._C`, by what follows `_get_` and `_set_`; those that this release of torch has."""
-    found = []
+    flags = []
     for name in names:
         get, set_ = (getattr(torch._C, f"_{verb}_{name}", None) for verb in ("get", "set"))
         if get is not None and set_ is not None:
-            found.append(_Flag.plain(get, partial(_give, set_)))
-    return found
+            flags.append(_Flag.plain(get, partial(_give, set_)))
+    return flags
 
 
 def _give(set_: Callable[..., None], value: Any) -> None:
     set_(*value) if isinstance(value, tuple) else set_(value)
 
 
-_get_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-_set_precision = getattr(torch._C, "_set_fp32_precision_setter", None)
+# None where this torch has one setting for all
+_get_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 _OTHER = {"ieee": "tf32"}  # a precision unlike a given one; unlike all others is "ieee"
 
 
@@ -60,8 +61,6 @@ def _precision(*places: tuple[str, str]) -> list[_Flag]:
 
 def _prescribe(backend: str, operation: str, precision: str) -> None:
     """Full precision that nobody has asked for is "none"; where another would be inherited, it is "ieee"."""
-    assert _get_precision is not None
-    assert _set_precision is not None
     _set_precision(backend, operation, precision)
     if _get_precision(backend, operation) != precision:
         _set_precision(backend, operation, "ieee")
@@ -69,8 +68,6 @@ def _prescribe(backend: str, operation: str, precision: str) -> None:
 
 def _follows(at: tuple[str, str], above: tuple[str, str]) -> bool:
     """Does `at` follow the precision of `above`? Torch does not tell: it is changed for a moment."""
-    assert _get_precision is not None
-    assert _set_precision is not None
     now, before = _get_precision(*at), _own(*above)
     _set_precision(*above, _OTHER.get(now, "ieee"))
     try:
@@ -81,7 +78,6 @@ def _follows(at: tuple[str, str], above: tuple[str, str]) -> bool:
 
 def _own(backend: str, operation: str) -> str:
     """The precision that is set here, or "none" if it is that of the backend, or of all backends."""
-    assert _get_precision is not None
     at, above = (backend, operation), (backend, "all") if operation != "all" else ("generic", "all")
     now: str = _get_precision(*at)
     inherited = at != above and _get_precision(*above) == now and _follows(at, above)

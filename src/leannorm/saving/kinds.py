@@ -36,13 +36,19 @@ from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, Value
 
 # recipes that ask for no more than what kinds are made of: fields of the C++ table, edges, constants
-_OF_FIELDS = {
+_KNOWN = {
     *("SiluBackward0", "HardswishBackward0", "HardsigmoidBackward0", "GeluBackward0", "HardtanhBackward0"),
     *("LeakyReluBackward0", "MulBackward0", "ConvolutionBackward0", "MmBackward0", "AddmmBackward0"),
     *("NativeBatchNormBackward0", "NativeLayerNormBackward0", "NativeGroupNormBackward0"),
     *("CudnnBatchNormBackward0", "FusedRmsNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"),
     *("ScaledDotProductFlashAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0"),
     "ScaledDotProductCudnnAttentionBackward0",
+    *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
+    *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "ExpandBackward0", "TBackward0", "TransposeBackward0"),
+    *("PermuteBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ToCopyBackward0"),
+    *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
 }
 # norms that are run again: what each captures (copies of fields, the call's bias, what a field has itself,
 # or nothing), and which field has the call
@@ -61,14 +67,6 @@ _PARTS: dict[Any, tuple[tuple[str, ...], str]] = {
 }
 _ITSELF = {"result1", "result2", "mean", "rstd"}
 _ABSENT, _OF_CALL, _ABSENT_IN_CALL, _COPY, _OWN, _COPY_OF_LEAF = range(6)  # how a part is found
-_OF_EDGES = {
-    *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
-    *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
-    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0"),
-    *("SqueezeBackward0", "SqueezeBackward1", "ExpandBackward0", "TBackward0", "TransposeBackward0"),
-    *("PermuteBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ToCopyBackward0"),
-    *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
-}
 _MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
 _JOINED = {scale_shift_act, norm_then, norms_on_gpu.norm_act, norms_on_gpu.layer_norm_cast}
 _LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}
@@ -158,7 +156,7 @@ class Learned:
     def _check(self, visit: Visit) -> dict[str, Any]:
         node = visit.node
         kind = kind_of(node)
-        if kind not in _OF_FIELDS and kind not in _OF_EDGES and kind not in OURS:
+        if kind not in _KNOWN and kind not in OURS:
             raise UnlikeError
         fields = _fields(node)
         if kind not in OURS and is_lost(node, *NODES.fields(node)):
