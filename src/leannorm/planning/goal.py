@@ -38,8 +38,8 @@ def goal(
     if recompute not in ("norm", "conv"):
         meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
         raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
-    given = {"budget": budget, "overhead": overhead, "peak": peak}
-    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    asked = {"budget": budget, "overhead": overhead, "peak": peak}
+    named = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
     if len(named) > 1:
         raise InputError(f"one of budget, overhead and peak; got {' and '.join(named)}")
     if overhead is not None and not (_is_number(overhead) and overhead >= 0):
@@ -66,12 +66,12 @@ def _peak(peak: float | int | str) -> float | int:
 
 def bytes_of(text: str) -> int:
     """`24GiB`, `24GB`, `500M`, `2048B` as bytes. Raises InputError for anything else, a bare number too."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
         unit = " without its unit" if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text) else ""
         raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}{unit}")
-    unit = (found[2] or "").upper()
-    return int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
+    unit = (match[2] or "").upper()
+    return int(float(match[1]) * (_BINARY[unit] if match[3] else _UNITS[unit]))
 
 
 def _is_number(value: Any) -> bool:

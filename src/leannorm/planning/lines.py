@@ -70,10 +70,10 @@ class Lines:
         chains = [[*_in_parts(step, sets, least)] for sets in (chain, short)]
         early = (again for sets in chains for again in _early(step, sets, self.stock.held // _LARGE))
         sets = dict.fromkeys([*chains[0], *chains[1], *early])
-        found = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
-        found.sort(key=lambda p: (p.peak, p.seconds))
-        starts = found[:: len(found) // _STARTS + 1]
-        return [*found, *(point for start in starts for point in _descent(step, start))]
+        points = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
+        points.sort(key=lambda p: (p.peak, p.seconds))
+        starts = points[:: len(points) // _STARTS + 1]
+        return [*points, *(point for start in starts for point in _descent(step, start))]
 
 
 def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
@@ -135,15 +135,15 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int], least: int
 
 def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
     """Where to cut chains of values made again, each of the one before, which would all be there at once."""
-    found, behind, written = set(), dict[int, int](), Uses(step, again).written
+    cut, behind, written = set(), dict[int, int](), Uses(step, again).written
     for i, value in enumerate(step.values):
         if i in again:
             size = value.again if written[i] else 0
             behind[i] = size + max((behind.get(source, 0) for source in value.made_of), default=0)
             if size and value.nbytes is not None and behind[i] > most:
-                found.add(i)
+                cut.add(i)
                 behind[i] = 0
-    return found
+    return cut
 
 
 def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:

@@ -63,12 +63,12 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
 def _freeing(line: list[Outcome]) -> list[Outcome]:
     """The points that leave more room than the one before, which is stock at first: fewer bytes are held, and
     the peak rises by no more than those."""
-    found = line[:1]
+    points = line[:1]
     for point in sorted(line[1:], key=lambda p: (p.seconds, p.held)):
-        last = found[-1]
+        last = points[-1]
         if point.held < last.held and point.held + point.peak <= last.held + last.peak:
-            found.append(point)
-    return found
+            points.append(point)
+    return points
 
 
 def _cost(point: Outcome, rate: float) -> tuple[float, float]:

@@ -160,8 +160,8 @@ class ForwardPass:
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
-        found: Counter[str] = Counter() if self._packing is None else self._packing.reasons
-        whole = [reason for reason in found if reason in reasons.OF_THE_PASS]
+        counts: Counter[str] = Counter() if self._packing is None else self._packing.reasons
+        whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self._refused is not None:
             whole.append(self._refused)
         if self._set is not None and self._set.stepped_aside:
@@ -177,7 +177,7 @@ class ForwardPass:
         whole += [reason for reason in (self._missed(plan), self._of_plans) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
-            for reason, count in found.items()
+            for reason, count in counts.items()
             if reason not in reasons.OF_THE_PASS
         ]
         return whole + of_tensors

@@ -262,8 +262,8 @@ def register_packed(node: Any, output: int, value: Value) -> None:
 
 def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
     """What `register` recorded for this output of the node, also if the value is gone."""
-    found: Callable[[], Value | None] | None = node.metadata.get(_key(output))
-    return found
+    lookup: Callable[[], Value | None] | None = node.metadata.get(_key(output))
+    return lookup
 
 
 def find(node: Any, output: int) -> Value | None:

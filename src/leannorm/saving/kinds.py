@@ -81,12 +81,12 @@ class UnlikeError(Exception):
     """The save depends on something that no kind has."""
 
 
-def is_settled(value: Value, found: Step | Missing, tensor: Tensor) -> bool:
+def is_settled(value: Value, outcome: Step | Missing, tensor: Tensor) -> bool:
     """Would a later save like this one be rebuilt, or held, without another trial?"""
     if value.step is None:
         return True
-    usual = value.step is found and found.proved and not value.from_narrow and not value.in_rows
-    return usual and trial.is_settled(value.step, tensor, value.layout)
+    as_searched = value.step is outcome and outcome.proved and not value.from_narrow and not value.in_rows
+    return as_searched and trial.is_settled(value.step, tensor, value.layout)
 
 
 def _named(node: Any) -> dict[str, Value | None]:
@@ -106,10 +106,10 @@ def _fields(node: Any) -> list[Value | None]:
 
 def _leaf_edge(visit: Visit, step: Step) -> int:
     """Of what the recipe asked for and no input is: its bias, where that is a leaf."""
-    found = [i for i, value in visit.given.items() if value is not None and value not in step.inputs]
-    if len(found) != 1 or kind_of(visit.node.next_functions[found[0]][0]) != ACCUMULATES:
+    edges = [i for i, value in visit.inputs.items() if value is not None and value not in step.inputs]
+    if len(edges) != 1 or kind_of(visit.node.next_functions[edges[0]][0]) != ACCUMULATES:
         raise UnlikeError
-    return found[0]
+    return edges[0]
 
 
 class Learned:
@@ -122,7 +122,7 @@ class Learned:
         tensor: Tensor,
         number: int,
         value: Value,
-        found: Step | Missing,
+        outcome: Step | Missing,
     ) -> None:
         self._visits, self._number = visits, number
         self._policy, self._flags = search.policy, search.flags.only
@@ -131,7 +131,7 @@ class Learned:
         kinds = [kind_of(visit.node) for visit in self._visits]
         if value.step is not None:
             self._template(value, 0)
-        elif not self._is_held_for_good(value, found):
+        elif not self._is_held_for_good(value, outcome):
             raise UnlikeError
         checks = [self._check(visit) for visit in self._visits]
         self.kind = {
@@ -145,13 +145,13 @@ class Learned:
             "is_view": value.step is not None and value.step.kind == "view",
         }
 
-    def _is_held_for_good(self, value: Value, found: Step | Missing) -> bool:
+    def _is_held_for_good(self, value: Value, outcome: Step | Missing) -> bool:
         if kind_of(self._visits[0].node) not in _MAY_HOLD:
             return False
-        if isinstance(found, Step):
-            return not is_view_of_held(found) and not self._policy.allows(found)
-        nothing_missed = not (found.outputs or found.communicates or found.too_deep)
-        return nothing_missed and all(v is not None for visit in self._visits for v in visit.given.values())
+        if isinstance(outcome, Step):
+            return not is_view_of_held(outcome) and not self._policy.allows(outcome)
+        nothing_missed = not (outcome.outputs or outcome.communicates or outcome.too_deep)
+        return nothing_missed and all(v is not None for visit in self._visits for v in visit.inputs.values())
 
     def _check(self, visit: Visit) -> dict[str, Any]:
         node = visit.node
@@ -176,9 +176,9 @@ class Learned:
         seen = list[Any]()
         for visit, check in zip(self._visits, checks, strict=True):
             seen += _fields(visit.node)
-            for i, (how, _) in enumerate(check["edges"]):
-                leaf = visit.node.next_functions[i][0].variable if how == _LEAF else None
-                seen.append(visit.given[i] if how == _VALUE else leaf)
+            for i, (end, _) in enumerate(check["edges"]):
+                leaf = visit.node.next_functions[i][0].variable if end == _LEAF else None
+                seen.append(visit.inputs[i] if end == _VALUE else leaf)
         at = list(map(id, seen))
         return [i if one is None else at.index(id(one)) for i, one in enumerate(seen)]
 
@@ -188,9 +188,9 @@ class Learned:
         return next((i for i, visit in enumerate(self._visits) if visit.node is made_by), -1)
 
     def _edge(self, visit: Visit, i: int, producer: Any, output: int) -> tuple[int, int]:
-        if i not in visit.given:
+        if i not in visit.inputs:
             return _ANY, 0
-        value = visit.given[i]
+        value = visit.inputs[i]
         if producer is None:
             return _NONE, 0
         if value is None or kind_of(producer) == PASSES_ON:
@@ -216,11 +216,11 @@ class Learned:
             for i, field in enumerate(_fields(visit.node)):
                 if field is value:
                     return _FROM_FIELD, c, i
-            for i, given in visit.given.items():
-                if given is value:
-                    how, made = self._edge(visit, i, *visit.node.next_functions[i])
-                    if how != _MADE:
-                        return {_LEAF: _FROM_LEAF, _VALUE: _FROM_EDGE}[how], c, i
+            for i, read in visit.inputs.items():
+                if read is value:
+                    end, made = self._edge(visit, i, *visit.node.next_functions[i])
+                    if end != _MADE:
+                        return {_LEAF: _FROM_LEAF, _VALUE: _FROM_EDGE}[end], c, i
                     if made not in self._made:
                         self._template(value, made)
                     return _FROM_MADE, c, self._made[made]
@@ -299,13 +299,14 @@ class Learned:
         node = visit.node
         if kind_of(node) == "NativeBatchNormBackward0":
             mean, rstd = saved(node, "result1"), saved(node, "result2")
-            if mean is None or rstd is None or not isinstance(mean.call, CallArguments) or 2 in visit.given:
+            if mean is None or rstd is None or not isinstance(mean.call, CallArguments) or 2 in visit.inputs:
                 raise UnlikeError
             bias = mean.call.bias
             if not node._saved_training or (bias is not None and len(bias) != len(rstd.look())):
                 raise UnlikeError
             return _BATCH_NORM if bias is None else _BATCH_NORM_WITH_BIAS, step.inputs, 0
-        read = [saved(node, "self")] if "self" in NODES.fields(node) else [visit.given.get(i) for i in (0, 1)]
+        saves_input = "self" in NODES.fields(node)
+        read = [saved(node, "self")] if saves_input else [visit.inputs.get(i) for i in (0, 1)]
         for x in filter(None, read):
             norm, copies = x.step, 0
             while norm is not None and norm.kind == "copy":

@@ -71,7 +71,7 @@ def learn(
     tensor: Tensor,
     number: int,
     value: Value,
-    found: Step | Missing,
+    outcome: Step | Missing,
 ) -> None:
     """Make a kind of what `search` has just found for `tensor`, which is packed as `value`."""
     if sorts.are_too_many():
@@ -83,11 +83,11 @@ def learn(
     place = chain, tensor.output_nr, value.layout, value.version
     if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS:
         return
-    if not (is_settled(value, found, tensor) and _knows_leaves(search, visits)):
+    if not (is_settled(value, outcome, tensor) and _knows_leaves(search, visits)):
         return
     memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:
-        kind = Learned(search, visits, tensor, number, value, found).kind
+        kind = Learned(search, visits, tensor, number, value, outcome).kind
     except UnlikeError:
         return
     memo.kinds.learn(tensor, number, kind)
@@ -95,7 +95,7 @@ def learn(
 
 def _knows_leaves(search: Search, visits: list[Visit]) -> bool:
     """Is every leaf that was asked for proved? It is from the next pass on; no kind is found again before."""
-    producers = (visit.node.next_functions[i][0] for visit in visits for i in visit.given)
+    producers = (visit.node.next_functions[i][0] for visit in visits for i in visit.inputs)
     leaves = (p.variable for p in producers if p is not None and kind_of(p) == ACCUMULATES)
     return all(id(leaf) in search.leaves.before for leaf in leaves)
 

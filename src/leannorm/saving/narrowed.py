@@ -59,8 +59,8 @@ def references_when_alone(count: Callable[[Tensor], int] = _count) -> int:
     def run() -> int:
         with saved_tensors_hooks(count, lambda t: t):
             node: Any = torch.relu(torch.zeros(1, requires_grad=True)).grad_fn
-        found: int = node._raw_saved_result.data
-        return found
+        references: int = node._raw_saved_result.data
+        return references
 
     return in_no_mode(run)  # what the first caller finds serves the whole process
 
@@ -126,10 +126,10 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
         copied = Value(narrow_input.detach().clone(), 0, name="source of a cast")
         constants = constant(node, "dim"), tensor.dtype
         return Step(_SOFTMAXES[kind_of(node)], (copied,), (), constants, flags=current())
-    found = _widening_cast(node, tensor, logits)
-    if found is None or not torch.ops.aten.is_non_overlapping_and_dense(found[0]):
+    widening = _widening_cast(node, tensor, logits)
+    if widening is None or not torch.ops.aten.is_non_overlapping_and_dense(widening[0]):
         return None
-    cast, dtype = found
+    cast, dtype = widening
     narrow = _in_source(cast.detach(), dtype)
     if narrow is None:
         return None
@@ -154,8 +154,8 @@ def narrow_bytes(node: Any, tensor: Tensor, logits: Tensor | None) -> int:
     narrow_input = _input_widened_by(node, tensor, logits)
     if narrow_input is not None:
         return narrow_input.nbytes
-    found = _widening_cast(node, tensor, logits)
-    return 0 if found is None else tensor.numel() * found[1].itemsize
+    widening = _widening_cast(node, tensor, logits)
+    return 0 if widening is None else tensor.numel() * widening[1].itemsize
 
 
 def _input_widened_by(node: Any, tensor: Tensor, logits: Tensor | None) -> Tensor | None:

@@ -154,28 +154,28 @@ class Packing(CountingHook):
             may = worth and (planned or self.search.views_rebuilt(node, kind))
         may_narrow = self.following is None or self.following.may_narrow(place)
         told = self.vain.told(self.seen, (kind, seen_as)) if may else None
-        found: Step | Missing = Missing()
+        outcome: Step | Missing = Missing()
         visits: list[Visit] | None = None  # what the search looked at, where there was one
         self._freed = ""
         if may and known is not None and known.layout is not None and known.version == version:
-            found = laid_out_as(known, local) or found
+            outcome = laid_out_as(known, local) or outcome
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif self.following is not None and may_narrow and not may and kind in POOLS:
             self._narrow_positions(node)  # as the search did in the pass that the plan was made of
         elif may and told is None and self.search.considers(kind):
-            found = self.search.step(node, output, tensor, visits := [])
-            if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
-                found, self.recent = found._replace(proved=False), deque(self.recent, maxlen=2)
+            outcome = self.search.step(node, output, tensor, visits := [])
+            if unedited is None and isinstance(outcome, Step):  # compared with what these may be made of
+                outcome, self.recent = outcome._replace(proved=False), deque(self.recent, maxlen=2)
                 self.edits.watch()
-            if isinstance(found, Missing) and not self.reasons:
+            if isinstance(outcome, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
-        spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
+        spent = self._accepts(outcome, local, seen_as) if isinstance(outcome, Step) else None
         from_narrow = None
         if may_narrow and spent is None and worth and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
-        if isinstance(step := from_narrow or found, Step) and spent is not None:
+        if isinstance(step := from_narrow or outcome, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
             value.watch, value.sample, value.spec = version_of(tensor), sample_of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
@@ -186,19 +186,19 @@ class Packing(CountingHook):
             else:
                 value.from_narrow = True
                 self._narrow(value, from_narrow, tensor)
-                self.vain.note(self.seen, (kind, seen_as), value, told, found, visits)
+                self.vain.note(self.seen, (kind, seen_as), value, told, outcome, visits)
         else:
             value = self._hold(tensor, kind or node.name())
             value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 told = told if may or self.following is None else self.following.why(place)
-                value.why = reasons.EDITED if unedited is False else told or self._why(node, found)
-                self.vain.note(self.seen, (kind, seen_as), value, told, found, visits)
+                value.why = reasons.EDITED if unedited is False else told or self._why(node, outcome)
+                self.vain.note(self.seen, (kind, seen_as), value, told, outcome, visits)
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
         value.layout, value.place, value.seen_at = seen_as, place, number
         value.as_made = unedited is True  # else only compared: what read it before may have read other bits
-        unedited = value.as_made or (unedited is None and isinstance(found, Step) and spent is not None)
+        unedited = value.as_made or (unedited is None and isinstance(outcome, Step) and spent is not None)
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
         self._mark(value, local)
@@ -207,10 +207,10 @@ class Packing(CountingHook):
             known.packed = value
         register_packed(node, output, value)
         if self.memo is not None and visits and known is None and spec is None:
-            memo.learn(self.memo, self.search, visits, tensor, number, value, found)
+            memo.learn(self.memo, self.search, visits, tensor, number, value, outcome)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             offers = value.is_held and self._offers(value, tensor, node, kind)
-            missing = found.outputs if isinstance(found, Missing) and may and not offers else ()
+            missing = outcome.outputs if isinstance(outcome, Missing) and may and not offers else ()
             self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
@@ -255,19 +255,19 @@ class Packing(CountingHook):
                 self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
 
-    def _why(self, node: Node, found: Step | Missing) -> str:
+    def _why(self, node: Node, outcome: Step | Missing) -> str:
         """Why an output of the node is held."""
-        if isinstance(found, Step):
-            if is_view_of_held(found):
+        if isinstance(outcome, Step):
+            if is_view_of_held(outcome):
                 return reasons.VIEW
             if self._freed:
                 return self._freed
-            return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
-        if found.communicates or found.too_deep:
-            return reasons.COLLECTIVE if found.communicates else reasons.TOO_DEEP
-        at_fault: Any = found.outputs[0][0] if found.outputs else node
+            return reasons.OTHER_BITS if self.policy.allows(outcome) else reasons.NOT_REPEATED
+        if outcome.communicates or outcome.too_deep:
+            return reasons.COLLECTIVE if outcome.communicates else reasons.TOO_DEEP
+        at_fault: Any = outcome.outputs[0][0] if outcome.outputs else node
         why = reasons.NOT_REPEATED if kind_of(at_fault) in RECIPES else reasons.NO_RECIPE
-        if self.search.considers(kind_of(at_fault)) and not found.ruled_out:
+        if self.search.considers(kind_of(at_fault)) and not outcome.ruled_out:
             why = reasons.BEFORE if self.search.from_here else reasons.NOT_AT_HAND
         return why if at_fault is node else f"{why}: {at_fault.name()}"
 

@@ -106,18 +106,18 @@ def _measured(device: torch.device, file: Path | None) -> tuple[Rates, str | Non
     if file is None or device.type not in ("cpu", "cuda"):
         return table(device), None
     name, made_by, entries = _name(device), _made_by(), _read(file)
-    found = _rates_of(entries.get(name), made_by)
-    if found is not None:
-        return found, None
+    rates = _rates_of(entries.get(name), made_by)
+    if rates is not None:
+        return rates, None
     try:  # before the work, not after it
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, entries)
-        found = in_no_mode(lambda: measure(device))
-        write_json(file, {**_read(file), name: {"made_by": made_by, **found._asdict()}})
+        rates = in_no_mode(lambda: measure(device))
+        write_json(file, {**_read(file), name: {"made_by": made_by, **rates._asdict()}})
     except Exception as error:
         text = " ".join(str(error).split())
         return table(device), f"prices come from the table, since measuring this device failed: {text}"
-    return found, None
+    return rates, None
 
 
 def _name(device: torch.device) -> str:

@@ -185,14 +185,14 @@ def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
 class _Probe(Unbuilt):
     """Counts the owners of a gradient that only autograd holds."""
 
-    found: ClassVar[tuple[int, int, int]] = (0, 0, 0)  # equal to no tensor's
+    owners: ClassVar[tuple[int, int, int]] = (0, 0, 0)  # equal to no tensor's
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is _GRADIENT:
-            _Probe.found = _owners(args)
+            _Probe.owners = _owners(args)
         if function is _aten.detach.default:
             return cls(args[0].value, args[0].shape, args[0].dtype, args[0].device)
         return torch.zeros(args[1].shape)
@@ -213,7 +213,7 @@ class _Probe(Unbuilt):
 def _owners_when_alone() -> tuple[int, int, int]:
     """What `_owners` finds of a gradient that only the engine holds, which hands it to a node."""
     in_no_mode(_Probe.run)
-    return _Probe.found
+    return _Probe.owners
 
 
 @torch.no_grad()

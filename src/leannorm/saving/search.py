@@ -79,17 +79,17 @@ class Visit(NamedTuple):
 
     node: Any
     output: int
-    given: dict[int, Value | None]
+    inputs: dict[int, Value | None]
 
 
 class Search:
     """Finds steps by one policy, during one forward pass; `at_pool` is called with each max pooling node."""
 
     def __init__(
-        self, policy: Policy, at_pool: Callable[[Node], None], found: Counter[str], from_here: bool = False
+        self, policy: Policy, at_pool: Callable[[Node], None], noted: Counter[str], from_here: bool = False
     ) -> None:
-        """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons."""
-        self.policy, self._at_pool, self._reasons = policy, at_pool, found
+        """`from_here`: of nodes that were made before this object, nothing is known. `noted`: the reasons."""
+        self.policy, self._at_pool, self._reasons = policy, at_pool, noted
         self.provenance, self.from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
         know_torchs_functions()
@@ -154,7 +154,7 @@ class Search:
         visit = Visit(node, output, {})
         self._visits.append(visit)
 
-        def given(i: int) -> Value | None:
+        def value_of(i: int) -> Value | None:
             nonlocal edges, proved, lacking
             edges = edges or node.next_functions
             if i >= len(edges):
@@ -163,16 +163,16 @@ class Search:
             if value is not None and is_unfilled(value.step) and (kind, i) != ("CopySlices", 0):
                 value = None
             proved, lacking = proved and sure, lacking or value is None
-            visit.given[i] = value
+            visit.inputs[i] = value
             return value
 
         if kind == "CatBackward0" and like is not None:
             edges = node.next_functions
             if self.policy.may_copy(len(edges)):
                 recipe = cat_of_copied_parts
-            elif given(len(edges) - 1) is None:  # the new part is mostly the last one
+            elif value_of(len(edges) - 1) is None:  # the new part is mostly the last one
                 return None
-        step = recipe(node, output, given, like)
+        step = recipe(node, output, value_of, like)
         self._ruled_out |= step is None and kind in PRODUCTS and not (lacking or missing)
         if self.of_ranks and kind not in LOCAL:
             step = self._on_local_tensors(step, kind, like)
@@ -188,7 +188,7 @@ class Search:
             if value.sample is None and value.users and _is_leaf_on_cpu(value.tensor):
                 assert value.tensor is not None  # not sampled when the node saved it
                 proved = proved and self.leaves.proves(node, value.tensor)
-        for copied in visit.given.values():  # a made bias, say: the step has a copy of it, and no input
+        for copied in visit.inputs.values():  # a made bias, say: the step has a copy of it, and no input
             if copied is not None and copied.step is not None and copied not in step.inputs:
                 proved = proved and trial.proved(copied.step)
         told = identity(node)
@@ -219,11 +219,11 @@ class Search:
             return None
         if all(value.spec is None for value in step.inputs):
             return step
-        found = localized(step, like)
-        if isinstance(found, Refused):
-            self._communicates = self._communicates or found.communicates
+        local = localized(step, like)
+        if isinstance(local, Refused):
+            self._communicates = self._communicates or local.communicates
             return None
-        return found
+        return local
 
     def _laid_out_as(self, reader: Any, producer: Any) -> Tensor | None:
         """A tensor of the producer's layout, where what it has put out was not packed."""

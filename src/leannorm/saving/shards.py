@@ -71,8 +71,8 @@ def storage_of(tensor: Tensor) -> tuple[int, int]:
         *_, values = _parts(tensor)
         return 0 if values is tensor else values.untyped_storage()._cdata, nbytes_of(tensor)
     if NODES is not None:
-        found: tuple[int, int] = NODES.storage(tensor)
-        return found
+        place_and_bytes: tuple[int, int] = NODES.storage(tensor)
+        return place_and_bytes
     storage = tensor.untyped_storage()
     return storage._cdata, storage.nbytes()
 

@@ -44,14 +44,13 @@ _WORKING = {"PowBackward0": 2, "NativeBatchNormBackward0": 1}
 
 class Read(NamedTuple):
     """A node saved a tensor: its number, the tensor's value, what made the tensor, if a node did, and whether
-    the tensor is `given`: held by who called, as an input is. `alive`: what running functions' variables
-    hold.
+    the tensor is held `by_caller`, as an input is. `alive`: what running functions' variables hold.
     """
 
     by: int
     value: weakref.ref[Value]
     made_by: _Output | None
-    given: bool
+    by_caller: bool
     alive: tuple[_Output, ...] = ()
 
 
@@ -70,8 +69,8 @@ class Reads:
         size = 0 if node is None or is_parameter(tensor) else tensor.numel()
         alive = tuple(_named(frame, self._frames_around)) if size > self._largest else ()
         self._largest = max(self._largest, size)
-        given = node is None and references > references_when_alone()
-        self.made.append(Read(sequence_number() - 1, weakref.ref(value), made, given, alive))
+        by_caller = node is None and references > references_when_alone()
+        self.made.append(Read(sequence_number() - 1, weakref.ref(value), made, by_caller, alive))
 
 
 def _named(frame: FrameType | None, frames_around: frozenset[int]) -> Iterator[_Output]:
@@ -125,14 +124,14 @@ class Timeline:
         self.lives = self._in_forward()
 
     def _nodes(self) -> dict[Any, int]:
-        found: dict[Any, int] = {}
+        numbers: dict[Any, int] = {}
         left = [read.made_by[0] for read, _ in self.reads if read.made_by is not None]
         while left:
             node = left.pop()
-            if node not in found and kind_of(node) != ACCUMULATES:
-                found[node] = node._sequence_nr()
+            if node not in numbers and kind_of(node) != ACCUMULATES:
+                numbers[node] = node._sequence_nr()
                 left += [producer for producer, _ in node.next_functions if producer is not None]
-        return found
+        return numbers
 
     @cached_property
     def memory(self) -> list[int]:
@@ -169,16 +168,16 @@ class Timeline:
 
     def _edited(self) -> set[Any]:
         """The nodes that worked in place, by the versions of what was saved."""
-        found = set()
+        edited = set()
         for read, value in self.reads:
             node: Any = None if read.made_by is None else read.made_by[0]
             version = value.version
             while version > 0 and node in self.nodes:
                 if kind_of(node) not in SAME_MEMORY:
-                    found.add(node)
+                    edited.add(node)
                     version -= 1
                 node = next(iter(node.next_functions), (None, 0))[0]
-        return found
+        return edited
 
     def _readers(self) -> Iterator[tuple[_Output, int]]:
         for node, number in self.nodes.items():
@@ -280,7 +279,7 @@ class Groups:
         self.timeline, self.storages, self.prices, self.narrowing = timeline, storages, prices, narrowing
         self.index: dict[Hashable, int] = {}
         self.made: list[_Group] = []
-        self.given = {value for read, value in timeline.reads if read.given}
+        self.by_caller = {value for read, value in timeline.reads if read.by_caller}
         self.read = {value for _, value in timeline.reads}
         self.beside = 0  # bytes that are counted as held, and that the step does not allocate
 
@@ -332,7 +331,7 @@ class Groups:
             nbytes = self.storages.get(tensor.untyped_storage()._cdata, 0)
         else:
             nbytes = root.frees if tensor is None else nbytes_of(tensor)
-        if root in self.given:
+        if root in self.by_caller:
             self.beside, nbytes = self.beside + nbytes, 0
         return _Group(Planned(nbytes, None), nbytes)
 

@@ -71,15 +71,15 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         if tried is not None and speaks:  # compared, since it may read something else than its node read
             return tried.seconds if _is(_rebuilt(step, _packed(step)), tensor) else None
         middle = _middle(step)
-        found = _try(step, tensor) if middle.as_told else None
-    if found is None:
+        spent = _try(step, tensor) if middle.as_told else None
+    if spent is None:
         # else the step may be exact, its input stale; and NaNs of other payloads tell nothing of numbers
         if (is_proved or asynchronous(tensor)) and not bool(tensor.isnan().any()):
             _store(key, _Tried(None))
     elif middle.bits_told and _tells_of_others(tensor):
         on = () if tried is None else tried.on
-        _store(key, _Tried(found, (*on, sample_of(tensor))[-_ENOUGH:]))
-    return found
+        _store(key, _Tried(spent, (*on, sample_of(tensor))[-_ENOUGH:]))
+    return spent
 
 
 def is_settled(step: Step, tensor: Tensor, seen_as: Hashable) -> bool:

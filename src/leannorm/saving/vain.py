@@ -48,7 +48,7 @@ class Vain:
         self._passes, self._known = _BEFORE.get(place, (0, []))
         # those that this pass may be like, by what it has asked, and what each held next, the last first
         self._like = [(one, [*reversed(one.held)]) for one in self._known]
-        self._found = list[tuple[int, Hashable, weakref.ref[Value]]]()
+        self._noted = list[tuple[int, Hashable, weakref.ref[Value]]]()
         self._asked = dict[int, Hashable]()
         self._answer: str | None = None
 
@@ -83,22 +83,22 @@ class Vain:
         seen_as: Hashable,
         value: Value,
         told: str | None,
-        found: Step | Missing,
+        outcome: Step | Missing,
         visits: Sequence[Visit] | None,
     ) -> None:
-        """This tensor is held, perhaps in fewer bytes: it was `told`, or what its search `found` is nothing,
+        """This tensor is held, perhaps in fewer bytes: it was `told`, or the `outcome` of its search is nothing,
         or ruled out.
 
         Not after a search that narrows what pooling holds on its way.
         """
         searched = visits is not None and not any(kind_of(visit.node) in POOLS for visit in visits)
-        in_vain = isinstance(found, Missing) or is_view_of_held(found) or not self._policy.allows(found)
+        in_vain = isinstance(outcome, Missing) or is_view_of_held(outcome) or not self._policy.allows(outcome)
         if told is not None or (searched and in_vain):
             self.again(order, seen_as, value)
 
     def again(self, order: int, seen_as: Hashable, value: Value) -> None:
         """The next pass may hold such a tensor without a search. Also called from C++."""
-        self._found.append((order, seen_as, weakref.ref(value)))
+        self._noted.append((order, seen_as, weakref.ref(value)))
 
     def close(self) -> None:
         """At the end of the pass: which of them are held still."""
@@ -106,7 +106,7 @@ class Vain:
             return
         if len(_BEFORE) >= _MAX_PLACES:
             _BEFORE.clear()
-        alive = [(order, seen_as, reference()) for order, seen_as, reference in self._found]
+        alive = [(order, seen_as, reference()) for order, seen_as, reference in self._noted]
         held: _Held = {
             order: (seen_as, v.why)
             for order, seen_as, v in alive
@@ -114,6 +114,6 @@ class Vain:
         }
         like = [one for one, left in self._like if not left]
         asked = self._asked | {order: seen_as for order, (seen_as, _) in held.items()}
-        found = _Pass(asked, held, any(one.held == held for one in like))
+        this = _Pass(asked, held, any(one.held == held for one in like))
         others = [one for one in self._known if one not in like]
-        _BEFORE[self._place] = self._passes + 1, [*others[1 - _MAX_LIKE :], found]
+        _BEFORE[self._place] = self._passes + 1, [*others[1 - _MAX_LIKE :], this]

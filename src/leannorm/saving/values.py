@@ -224,22 +224,22 @@ class Value(_Referable):
 
     def look(self) -> Tensor:
         """The tensor, in the forward pass; not counted as one of its readers."""
-        found, begun = dict[Value, Tensor](), [self]
+        tensors, begun = dict[Value, Tensor](), [self]
         while begun:
             value = begun[-1]
-            if value not in found:
+            if value not in tensors:
                 there = value._there()
                 if there is None:
                     assert value.step is not None
-                    missing = [before for before in value.step.inputs if before not in found]
+                    missing = [before for before in value.step.inputs if before not in tensors]
                     if missing:
                         begun += missing
                         continue
-                    inputs = [(found[before], Owner.HELD) for before in value.step.inputs]
+                    inputs = [(tensors[before], Owner.HELD) for before in value.step.inputs]
                     there = run(value.step, inputs, current())[0]
-                found[value] = there
+                tensors[value] = there
             begun.pop()
-        return found[self]
+        return tensors[self]
 
     def _there(self) -> Tensor | None:
         """The tensor, if it can be looked at without a rebuild."""

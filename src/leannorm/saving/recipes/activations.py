@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -60,9 +60,9 @@ IN_PLACE = {kind: row for kind, row in _ALL.items() if "Softmax" not in kind and
 
 
 @recipe(*_ALL)
-def activation(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def activation(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     kind = kind_of(node)
-    x = saved(node, "self") if kind in _FROM_SAVED_INPUT else given(0)
+    x = saved(node, "self") if kind in _FROM_SAVED_INPUT else value_of(0)
     constants = tuple(constant(node, name) for name in _ALL[kind][2])
     return None if x is None or output else step_of(x, kind, constants)
 
@@ -93,6 +93,6 @@ def with_norm(x: Value, key: Hashable) -> Step | None:
 
 
 @recipe("PreluKernelBackward0")
-def prelu(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def prelu(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "self"), saved(node, "weight")
     return None if x is None or weight is None else Step(torch._prelu_kernel, (x, weight))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
-from leannorm.saving.recipes.registry import Given, OfInput, of_input, recipe
+from leannorm.saving.recipes.registry import ValueOf, OfInput, of_input, recipe
 from leannorm.saving.recipes.views import VIEWS
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
@@ -20,11 +20,11 @@ _OF_TWO: dict[str, Callable[..., Tensor]] = {"MulBackward0": torch.mul, "DivBack
 
 
 @recipe(*_OF_TWO)
-def of_two(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def of_two(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """LayerScale, squeeze-and-excite, dropout (input times mask). Factors that are not saved are searched."""
     function = _OF_TWO[kind_of(node)]
-    a = saved(node, "self") or given(0)
-    b = None if a is None else saved(node, "other") or given(1)
+    a = saved(node, "self") or value_of(0)
+    b = None if a is None else saved(node, "other") or value_of(1)
     if a is None or b is not None:
         return None if a is None or b is None else Step(function, (a, b), kind="scale")
     other = number(node, "other")
@@ -52,9 +52,9 @@ _OVER_AXES = {"MeanBackward1": _mean, "SumBackward1": _sum}
 
 
 @recipe(*_OVER_AXES)
-def over_axes(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def over_axes(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """A token's sum over its experts; the sum by which a router's weights are divided."""
-    x = given(0)
+    x = value_of(0)
     constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
     return None if x is None else Step(_OVER_AXES[kind_of(node)], (x,), (), constants)
 
@@ -64,8 +64,8 @@ def _dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 @recipe("NativeDropoutBackward0")
-def dropout(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, mask, p = given(0), saved(node, "result1"), node._saved_p
+def dropout(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    x, mask, p = value_of(0), saved(node, "result1"), node._saved_p
     if output or x is None or mask is None or not 0 < p < 1:
         return None
     return Step(_dropout, (x, mask), (), (p,))
@@ -76,8 +76,8 @@ def add_to(a: Tensor, b: Tensor) -> Tensor:
 
 
 @recipe("AddBackward0")
-def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    a, b = given(0), given(1)
+def add(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    a, b = value_of(0), value_of(1)
     if a is None or node._saved_alpha != 1:
         return None
     if b is None:
@@ -142,17 +142,17 @@ def _subtract_from(a: Tensor, b: Tensor) -> Tensor:
 
 
 @recipe("SubBackward0")
-def sub(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def sub(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Rotary embeddings of interleaved pairs; a volume's residual."""
-    a, b = given(0), given(1)
+    a, b = value_of(0), value_of(1)
     if a is None or b is None or node._saved_alpha != 1:
         return None
     return Step(torch.sub, (a, b), in_place=_subtract_from, kind="sum")
 
 
 @recipe("WhereBackward0")
-def where(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    a, b, condition = given(0), given(1), saved(node, "condition")
+def where(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    a, b, condition = value_of(0), value_of(1), saved(node, "condition")
     if a is None or b is None or condition is None:
         return None
     return Step(torch.where, (condition, a, b), kind="scale")

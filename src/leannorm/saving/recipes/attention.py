@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import kind_of, saved
 from leannorm.saving.recipes.products import is_long
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step
 
 _aten = torch.ops.aten
@@ -60,7 +60,7 @@ ATTENTIONS = set(_ATTENTIONS)
 
 
 @recipe(*_ATTENTIONS)
-def attention(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def attention(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     function, mask_name = _ATTENTIONS[kind_of(node)]
     inputs = [saved(node, name) for name in ("query", "key", "value")]
     if mask_name and getattr(node, f"_raw_saved_{mask_name}").data is not None:

@@ -20,7 +20,7 @@ from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, joined, matches_torch
 from leannorm.saving.recipes.norms_on_gpu import in_one_pass
 from leannorm.saving.recipes.products import MOST
-from leannorm.saving.recipes.registry import Given, copy_of, recipe
+from leannorm.saving.recipes.registry import ValueOf, copy_of, recipe
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -37,9 +37,9 @@ def norm_then(x: Tensor, *rest: Any) -> Tensor:
     *added, _, mean, rstd, weight, bias, backend, act = rest
     residual = added[0] if added else None
     if backend is TRITON:
-        found = in_one_pass(x, residual, weight, bias, mean, rstd, act, True)
-        if found is not None:
-            return found
+        y = in_one_pass(x, residual, weight, bias, mean, rstd, act, True)
+        if y is not None:
+            return y
     elif x.dtype.itemsize > 2:  # in 16 bits, what an operator gives is rounded before the next one
         kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
         y: Tensor = backend.channel_normalize(kept)
@@ -70,15 +70,15 @@ def _kept(node: Any) -> Any:
 
 
 @recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine))
-def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def channel_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None:
         return None
     call, before_bias = call_of(node), 1 + (kept.weight is not None)
-    known, bias = _bias(kept.bias, before_bias, given, call.has_bias)
+    known, bias = _bias(kept.bias, before_bias, value_of, call.has_bias)
     residual = kept.residual
     if call.has_residual and residual is None:
-        residual = given(before_bias + call.has_bias)
+        residual = value_of(before_bias + call.has_bias)
         if residual is None:
             return None
     if not known:
@@ -90,9 +90,9 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     return Step(_channel_normalize, inputs, captured, (call.backend.whole, call.act), then=then)
 
 
-def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
+def _bias(saved: Value | None, i: int, value_of: ValueOf, there: bool) -> tuple[bool, Tensor | None]:
     """Is the bias known, and a copy of it: saved by the node, or its input i. `there`: it has one."""
-    value = saved if saved is not None or not there else given(i)
+    value = saved if saved is not None or not there else value_of(i)
     return value is not None or not there, copy_of(value)
 
 
@@ -103,23 +103,23 @@ def _row_forward(
     return y
 
 
-def _sum(given: Given) -> Step | None:
+def _sum(value_of: ValueOf) -> Step | None:
     """The second output of a row norm: its input and what was added to it, in the same dtype."""
-    a, b = given(0), given(1)
+    a, b = value_of(0), value_of(1)
     if a is None or b is None:
         return None
     return Step(torch.add, (a, b), in_place=add_to, kind="sum")
 
 
 @recipe(kind_of_function(RowNorm))
-def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def row_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     kept, call = _kept(node), call_of(node)
     if output:
-        return _sum(given) if call.adds_alike else None
+        return _sum(value_of) if call.adds_alike else None
     if kept is None:
         return None
     before_bias = 1 + call.has_residual + (kept.weight is not None)
-    known, bias = _bias(None, before_bias, given, call.has_bias)
+    known, bias = _bias(None, before_bias, value_of, call.has_bias)
     if not known:
         return None
     captured = copy_of(kept.weight), bias, copy_of(kept.valid)
@@ -134,18 +134,18 @@ def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
 
 
 @recipe(kind_of_function(AdaNorm))
-def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def ada_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """From x or the sum; scale and shift may be as large, so they are inputs and no copies."""
     if output:
         without_gate = node.dtypes[2] is None
-        return _sum(given) if without_gate and node.dtypes[0] == node.dtypes[1] else None
+        return _sum(value_of) if without_gate and node.dtypes[0] == node.dtypes[1] else None
     kept = _kept(node)
     if kept is None or kept.scale is None:
         return None
     *before_shift, has_shift, _, _ = (dtype is not None for dtype in node.dtypes)
     inputs = [kept.x, kept.scale]
     if has_shift:
-        shift = given(sum(before_shift))
+        shift = value_of(sum(before_shift))
         if shift is None:
             return None
         inputs.append(shift)
@@ -159,7 +159,7 @@ def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any,
 
 
 @recipe(kind_of_function(GatedNorm))
-def gated_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def gated_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if kept is None or kept.gate is None:
         return None
@@ -175,12 +175,12 @@ def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
 
 
 @recipe(kind_of_function(ConvNorm))
-def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def conv_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None or kept.x.products:
         return None
     has_weight, has_bias = (dtype is not None for dtype in node.dtypes)
-    known, bias = _bias(None, 2 + (kept.conv_bias is not None) + has_weight, given, has_bias)
+    known, bias = _bias(None, 2 + (kept.conv_bias is not None) + has_weight, value_of, has_bias)
     if not known:
         return None
     captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias

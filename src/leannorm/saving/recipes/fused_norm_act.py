@@ -39,8 +39,8 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def scale_shift_act(x: Tensor, *rest: Any) -> Tensor:
     """act(x * scale + shift), or act(x * scale + shift + added), in one pass where the C++ kernel gives
     torch's bits."""
-    *given, scale, shift, act = rest
-    added = given[0] if given else None
+    *residual, scale, shift, act = rest
+    added = residual[0] if residual else None
     form = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     dense = x.is_contiguous(memory_format=form) and x.numel() > 0 and x.dtype == scale.dtype
     alike = added is None or (added.shape, added.dtype) == (x.shape, x.dtype)

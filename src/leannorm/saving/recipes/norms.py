@@ -13,7 +13,7 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import is_lost, kind_of, saved
 from leannorm.saving.recipes import norms_on_gpu
 from leannorm.saving.recipes.fused_norm_act import joined, matches_torch, scale_shift_act
-from leannorm.saving.recipes.registry import Given, copy_of, recipe
+from leannorm.saving.recipes.registry import ValueOf, copy_of, recipe
 from leannorm.saving.steps import Step, share_memory
 from leannorm.saving.values import Value
 
@@ -33,7 +33,7 @@ def _call(*values: Value | None) -> CallArguments | None:
     return None
 
 
-def _bias(x: Value, call: CallArguments | None, given: Given) -> tuple[bool, Tensor | None]:
+def _bias(x: Value, call: CallArguments | None, value_of: ValueOf) -> tuple[bool, Tensor | None]:
     """Is the bias of a norm of `x` known, and a copy of it. Nodes of batch and group norm do not save it.
 
     Without the call's arguments, a missing edge may mean no bias or a frozen one, so it is not known.
@@ -46,7 +46,7 @@ def _bias(x: Value, call: CallArguments | None, given: Given) -> tuple[bool, Ten
         channels = (x.shape if x.tensor is None else x.tensor.shape)[1]
         times = channels // len(call.bias)  # instance norm folds the batch dim into this one
         return True, call.bias if times == 1 else call.bias.repeat(times)
-    value = given(2)
+    value = value_of(2)
     return value is not None, copy_of(value)
 
 
@@ -73,7 +73,7 @@ def _batch_norm_again(
 
 
 @recipe(*_BATCH_NORMS)
-def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def batch_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
     if output or x is None:
         return None
@@ -88,7 +88,7 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if call is None or not training:
         running = saved(node, "running_mean"), saved(node, "running_var")
         call = call or _call(*running)
-    known, bias = _bias(x, call, given)
+    known, bias = _bias(x, call, value_of)
     if not known or (training and any(_share_memory(v, weight) for v in running)):
         return None
     if training and native and mean_value is not None and rstd_value is not None:
@@ -131,12 +131,12 @@ _EPS_OF_GROUP_NORM = "_saved_eps"  # newer releases of torch do not save it
 
 
 @recipe("NativeGroupNormBackward0")
-def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def group_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
     if output or x is None or is_lost(node, "weight"):
         return None
     call = _call(saved(node, "result1"), saved(node, "result2"))
-    known, bias = _bias(x, call, given)
+    known, bias = _bias(x, call, value_of)
     eps = getattr(node, _EPS_OF_GROUP_NORM, None if call is None else call.eps)
     if not known or eps is None:
         return None
@@ -154,7 +154,7 @@ def _layer_norm(
 
 
 @recipe("NativeLayerNormBackward0")
-def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def layer_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, mean, rstd, weight, bias = (saved(node, name) for name in _OF_LAYER_NORM)
     call = _call(rstd)
     if output or x is None or call is None or is_lost(node, "weight", "bias"):
@@ -171,7 +171,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, shape: tuple[int, ...], eps: flo
 
 
 @recipe("FusedRmsNormBackward0")
-def rms_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def rms_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, call = saved(node, "input"), _call(saved(node, "result1"))
     if output or x is None or call is None or is_lost(node, "weight"):
         return None

@@ -42,8 +42,8 @@ def batch_norm(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor
 
 def norm_act(x: Tensor, *rest: Any) -> Tensor:
     """act(norm(x)), or act(norm(x) + added)."""
-    *given, weight, bias, mean, rstd, act = rest
-    added = given[0] if given else None
+    *residual, weight, bias, mean, rstd, act = rest
+    added = residual[0] if residual else None
     y = in_one_pass(x, added, weight, bias, mean, rstd, act, False)
     if y is not None:
         return y

@@ -15,7 +15,7 @@ from torch import Tensor
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import constant, is_lost, kind_of, saved
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step, behind
 from leannorm.saving.values import Value, size_of
 
@@ -37,13 +37,13 @@ def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 
 
 @recipe("ConvolutionBackward0")
-def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def convolution(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
     if x is None or weight is None or is_long(x):
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
-        bias = given(2) or frozen_bias(weight)
+        bias = value_of(2) or frozen_bias(weight)
         if bias is None:
             return None
         inputs.append(bias)
@@ -110,12 +110,12 @@ PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS, "GroupedMmBackward0"}
 
 
 @recipe(*_MATRIX_PRODUCTS)
-def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def matrix_product(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Linear layers and attention scores; costly: with fewer outputs than inputs."""
     function, names = _MATRIX_PRODUCTS[kind_of(node)]
     edges = node.next_functions
     first = len(edges) - 2  # the factors follow the added tensor, if there is one
-    a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
+    a, b = (saved(node, name) or value_of(first + i) for i, name in enumerate(names))
     outputs = node._input_metadata[0].shape
     if a is None or b is None or _is_late(a, b, outputs):
         return None
@@ -125,7 +125,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
     if not first:
         return Step(function, (a, b), **work)
-    added = given(0) or frozen_bias(b)
+    added = value_of(0) or frozen_bias(b)
     if added is None:
         return None
     factors = constant(node, "beta"), constant(node, "alpha")
@@ -138,9 +138,9 @@ def _grouped_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 
 @recipe("GroupedMmBackward0")
-def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def grouped_product(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Experts, each on its own rows of the first factor; costly: with fewer outputs than inputs."""
-    a, b = (saved(node, name) or given(i) for i, name in enumerate(("self", "mat2")))
+    a, b = (saved(node, name) or value_of(i) for i, name in enumerate(("self", "mat2")))
     offsets = saved(node, "offs")
     outputs = node._input_metadata[0].shape
     if a is None or b is None or is_lost(node, "offs") or _is_late(a, b, outputs):

@@ -1,7 +1,7 @@
 """How the output of each kind of node is rebuilt: one decorated function per kind.
 
-A recipe receives the node, the index of its output, `given(i)` (the value of the node's input i, or None if
-it has none) and the output tensor itself, if it exists at that time. It returns a step, or None: then the
+A recipe receives the node, the index of its output, `value_of(i)` (the value of the node's input i, or None
+if it has none) and the output tensor itself, if it exists at that time. It returns a step, or None: then the
 tensor is held, as in stock autograd. A step is a plain function and its arguments; it holds tensors of the
 graph only through its inputs.
 """
@@ -17,8 +17,8 @@ from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
-Given = Callable[[int], Value | None]
-Recipe = Callable[[Any, int, Given, Tensor | None], Step | None]
+ValueOf = Callable[[int], Value | None]
+Recipe = Callable[[Any, int, ValueOf, Tensor | None], Step | None]
 RECIPES: dict[str, Recipe] = {}
 
 
@@ -44,9 +44,9 @@ def of_input(rows: Mapping[str, OfInput]) -> set[str]:
     """Register the nodes of these kinds, each with what it computes; returns the kinds."""
 
     @recipe(*rows)
-    def build(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    def build(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
         function, names, kind = rows[kind_of(node)]
-        x, constants = given(0), tuple(constant(node, name) for name in names)
+        x, constants = value_of(0), tuple(constant(node, name) for name in names)
         return None if x is None else Step(function, (x,), (), constants, kind=kind)
 
     return {*rows}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.registry import Given, OfInput, of_input, recipe
+from leannorm.saving.recipes.registry import ValueOf, OfInput, of_input, recipe
 from leannorm.saving.steps import Step
 
 _aten = torch.ops.aten
@@ -59,7 +59,7 @@ _POOLED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 
 
 @recipe(*_POOLED)
-def pooled(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def pooled(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """From the input that the node saved; a maximum's positions are held, as its gradient needs them.
 
     Behind a rebuilt product it is held: it is small, and the next product is then one in a row, not two. A

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step
 
 
@@ -31,10 +31,10 @@ BY_POSITION = {*_BY_POSITION, "IndexBackward0"}
 
 
 @recipe(*_BY_POSITION)
-def by_position(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def by_position(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """The values of topk and sort are those at the positions that they put out: neither runs again."""
     function, name = _BY_POSITION[kind_of(node)]
-    x, index = given(0), saved(node, name)
+    x, index = value_of(0), saved(node, name)
     if output or x is None or index is None:
         return None
     return Step(function, (x, index), (), (constant(node, "dim"),), kind="scale")

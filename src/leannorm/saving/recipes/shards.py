@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import kind_of, kind_of_function
 from leannorm.saving.localized import sign
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.recipes.views import as_it_is
 from leannorm.saving.shards import local_of, shared_as, spec_of
 from leannorm.saving.steps import Step
@@ -38,17 +38,17 @@ def know_torchs_functions() -> None:
 
 
 @recipe(_TO_LOCAL)
-def to_local(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x = given(0)
+def to_local(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    x = value_of(0)
     if x is None or x.spec is None or x.spec != node.dtensor_spec:
         return None
     return Step(as_it_is, (x,), kind="view")
 
 
 @recipe(_FROM_LOCAL)
-def from_local(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def from_local(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Without a check of the ranks' tensors, which would be sent, the local tensor is the input."""
-    x, (mesh, placements) = given(0), _made_for(node)
+    x, (mesh, placements) = value_of(0), _made_for(node)
     if x is None or x.spec is not None or mesh.get_coordinate() is None:
         return None
     spec = _spec_from(x, mesh, placements) if like is None or local_of(like) is None else spec_of(like)
@@ -82,9 +82,9 @@ def _redistribute(x: Any, mesh: Any, placements: Any) -> Tensor:
 
 
 @recipe(REDISTRIBUTE)
-def redistribute(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def redistribute(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """The node does not tell to what: only a tensor does that was saved, or what reads it."""
-    x = given(0)
+    x = value_of(0)
     if x is None or x.spec is None or like is None or local_of(like) is None:
         return None
     to = spec_of(like)

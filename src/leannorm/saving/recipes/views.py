@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, find, kind_of, register
 from leannorm.saving.recipes.activations import with_norm
-from leannorm.saving.recipes.registry import Given, OfInput, of_input, recipe
+from leannorm.saving.recipes.registry import ValueOf, OfInput, of_input, recipe
 from leannorm.saving.shards import local_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, Value, held
@@ -30,13 +30,13 @@ VIEWS = {*_RESHAPED, "SqueezeBackward2", "UnsafeViewBackward0", "ReshapeAliasBac
 
 
 @recipe(*VIEWS)
-def reshape(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    return _view(torch.reshape, given(0), _shape(node, output))
+def reshape(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    return _view(torch.reshape, value_of(0), _shape(node, output))
 
 
 @recipe("ExpandBackward0")
-def expand(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    return _view(Tensor.expand, given(0), _shape(node, output))
+def expand(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    return _view(Tensor.expand, value_of(0), _shape(node, output))
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ SAME_MEMORY = {*ALIASES, "UnsafeViewBackward0", "ReshapeAliasBackward0"}  # of t
 
 
 @recipe(*PARTS)
-def part(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def part(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     split, names = PARTS[kind_of(node)]
-    return _view(_part, given(0), output, split, *(constant(node, name) for name in names))
+    return _view(_part, value_of(0), output, split, *(constant(node, name) for name in names))
 
 
 of_input({"RepeatBackward0": OfInput(Tensor.repeat, ("repeats",))})
@@ -85,26 +85,26 @@ MOVES = {"StackBackward0"} | of_input({
 
 
 def _index(x: Tensor, *rest: Any) -> Tensor:
-    *places, given_axes = rest
+    *places, indexed = rest
     left = iter(places)
-    return x[tuple(next(left) if there else slice(None) for there in given_axes)]
+    return x[tuple(next(left) if there else slice(None) for there in indexed)]
 
 
 @recipe("IndexBackward0")
-def index(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def index(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Indexing, such as the rows of a table of relative position biases."""
-    x, places = given(0), [raw.data for raw in node._raw_saved_indices]
+    x, places = value_of(0), [raw.data for raw in node._raw_saved_indices]
     if x is None or not all(place is None or type(place) is Value for place in places):
         return None
-    given_axes = tuple(place is not None for place in places)
+    indexed = tuple(place is not None for place in places)
     inputs = x, *(place for place in places if place is not None)
-    return Step(_index, inputs, (), (given_axes,), kind="scale")
+    return Step(_index, inputs, (), (indexed,), kind="scale")
 
 
 @recipe("ConstantPadNdBackward0")
-def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def pad(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Padding of width 0, which is a copy. Other padding is held: its node does not save the fill value."""
-    x, widths = given(0), constant(node, "pad")
+    x, widths = value_of(0), constant(node, "pad")
     return None if x is None or any(widths) else Step(torch.clone, (x,))
 
 
@@ -113,9 +113,9 @@ def _contiguous(x: Tensor, form: torch.memory_format) -> Tensor:
 
 
 @recipe("CloneBackward0")
-def clone(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def clone(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """A copy in the layout of `like`; without it (inside a chain) contiguous, as `reshape` makes it."""
-    x = given(0)
+    x = value_of(0)
     if x is None:
         return None
     form = torch.contiguous_format
@@ -134,9 +134,9 @@ def cast_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @recipe("ToCopyBackward0")
-def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def cast(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """A cast; to the same dtype it is a copy, and its rebuild may return the source itself."""
-    x, to = given(0), node._input_metadata[output]
+    x, to = value_of(0), node._input_metadata[output]
     source = node.next_functions[0][0]
     if x is None or source is None:
         return None
@@ -153,9 +153,9 @@ _JOINS: dict[str, Callable[..., Tensor]] = {"CatBackward0": torch.cat, "StackBac
 
 
 @recipe(*_JOINS)
-def joined(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def joined(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """A concatenation or a stack, of which every part has a value."""
-    return _joined(node, [given(i) for i in range(len(node.next_functions))])
+    return _joined(node, [value_of(i) for i in range(len(node.next_functions))])
 
 
 def _joined(node: Any, parts: list[Value | None]) -> Step | None:
@@ -170,13 +170,13 @@ def _join(*parts_function_and_dim: Any) -> Tensor:
     return whole
 
 
-def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def cat_of_copied_parts(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Copies each part that has no value, as this cat read it, and holds it so that the next cat finds it.
 
     A dense block concatenates all earlier outputs again in every layer; this way each of them is held once.
     """
     dim, edges = constant(node, "dim"), node.next_functions
-    parts = [given(i) for i in range(len(edges))]
+    parts = [value_of(i) for i in range(len(edges))]
     if (
         like is not None
         and local_of(like) is None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import Layout, constant, exact, identity, in_view, kind_of, noted_in_view
 from leannorm.saving.recipes.activations import IN_PLACE, step_of
-from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import UNFILLED, Step, is_unfilled
 from leannorm.saving.values import Value
 
@@ -37,30 +37,30 @@ def is_sum_in_view(node: Any) -> bool:
 
 
 @recipe("CopySlices")
-def written_in_a_view(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def written_in_a_view(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """An activation on a view of the whole base, such as instance norm puts out; a residual sum; a copy."""
     written = in_view(node)
     if written is None:
         noted = noted_in_view(node)
-        return None if noted is None else _activation(given(0), *noted)
+        return None if noted is None else _activation(value_of(0), *noted)
     inner, base, view = written
     kind, dtype = kind_of(inner), node._input_metadata[0].dtype
     if dtype.is_complex or inner._input_metadata[0].dtype != dtype or not _is_within(view, base):
         return None
     if kind in IN_PLACE and prod(view.shape) == prod(base.shape) and _covers(base, (view,)):
-        return _activation(given(0), kind, tuple(constant(inner, name) for name in IN_PLACE[kind][2]))
+        return _activation(value_of(0), kind, tuple(constant(inner, name) for name in IN_PLACE[kind][2]))
     told = identity(inner)
-    source = given(1) if told is not None and (kind in _SUMS or kind == _COPY) else None
+    source = value_of(1) if told is not None and (kind in _SUMS or kind == _COPY) else None
     if source is None or source.spec is not None:
         return None
-    before = given(0)
+    before = value_of(0)
     if node.next_functions[0][0] is None or (before is not None and is_unfilled(before.step)):
         return None if kind in _SUMS else _filled(node, before, source, base, view, told)
     if before is None or before.spec is not None:
         return None
     write = (_SUMS[kind], inner._saved_alpha) if kind in _SUMS else (Tensor.copy_,)
-    how = "sum" if kind in _SUMS else "scale"
-    step = Step(_written, (before, source), (), (*write, base, view), in_place=_overwritten, kind=how)
+    step_kind = "sum" if kind in _SUMS else "scale"
+    step = Step(_written, (before, source), (), (*write, base, view), in_place=_overwritten, kind=step_kind)
     return step._replace(identity=told, in_any_layout=True)
 
 
@@ -92,20 +92,20 @@ def _overwritten(x: Tensor, source: Tensor, *rest: Any) -> Tensor:
 
 
 @recipe("AsStridedBackward0")
-def view_of_what_was_written(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+def view_of_what_was_written(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """A view of a base that was written to: autograd makes such a node in the place of the view's own."""
     written = in_view(node.next_functions[0][0])
     if written is not None:
         base = written[1]
         view = Layout(*(constant(node, name) for name in ("size", "stride", "storage_offset")))
-        x = given(0) if _is_within(view, base) else None
+        x = value_of(0) if _is_within(view, base) else None
         return None if x is None or x.spec is not None else Step(_seen, (x,), (), (base, view), kind="view")
     whole = None if like is None else like._base  # without the C++ nodes a view of all of it, both contiguous
     if like is None or whole is None or not (like.is_contiguous() and whole.is_contiguous()):
         return None
     if whole.numel() != like.numel() or whole.storage_offset() != like.storage_offset():
         return None
-    x = given(0)
+    x = value_of(0)
     return None if x is None else Step(torch.reshape, (x,), (), (tuple(like.shape),), kind="view")
 
 
