@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import isfinite
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from leannorm._errors import InputError
 
@@ -74,5 +74,5 @@ def bytes_of(text: str) -> int:
     return int(float(match[1]) * (_BINARY[unit] if match[3] else _UNITS[unit]))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and value == value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from leannorm.saving.shards import copied
 from leannorm.saving.steps import share_memory
 
 
-def _codes(*functions: Any) -> set[Any]:
+def _codes(*functions: object) -> set[CodeType]:
     """By which frames are known; of what others have put in a function's place, perhaps none."""
     return {function.__code__ for function in functions if hasattr(function, "__code__")}
 
@@ -126,7 +126,7 @@ ROW_NORMS = _codes(F.layer_norm, F.rms_norm)
 COPIED = NORMS | ROW_NORMS  # of which a rebuild copies the weight
 LINEAR = _codes(torch.nn.Linear.forward)
 CONVOLUTIONS = _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3)))
-READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
+READ: dict[CodeType, Callable[[dict[str, Any]], CallArguments | None]] = {
     **dict.fromkeys(LINEAR, _of_linear),
     **dict.fromkeys(CONVOLUTIONS, _of_convolution),
     **dict.fromkeys(ROW_NORMS, _of_row_norm),

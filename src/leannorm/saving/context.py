@@ -163,7 +163,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         """The passes that are open in this thread."""
         return [opened for opened in self._open if opened[0] == get_ident()]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[partial[lean], tuple[()]]:
         """A copy has the same settings, and no passes."""
         return partial(type(self), **self._arguments), ()
 

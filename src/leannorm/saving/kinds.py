@@ -8,6 +8,7 @@ to hold what its node read, and the step's kind was tried on as many tensors as 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ _KNOWN = {
 # norms that are run again: what each captures (copies of fields, the call's bias, what a field has itself,
 # or nothing), and which field has the call
 _BIAS, _NOTHING_AT_ALL = "the call's bias", ""
-_PARTS: dict[Any, tuple[tuple[str, ...], str]] = {
+_PARTS: dict[str | Callable[..., Tensor], tuple[tuple[str, ...], str]] = {
     "NativeLayerNormBackward0": (("weight", "bias"), "result2"),
     "NativeGroupNormBackward0": (("weight", _BIAS), "result1"),
     "FusedRmsNormBackward0": (("weight",), "result1"),
@@ -173,7 +174,7 @@ class Learned:
 
     def _same(self, checks: list[dict[str, Any]]) -> list[int]:
         """Of each field and edge, the first that has the same value."""
-        seen = list[Any]()
+        seen = list[object]()
         for visit, check in zip(self._visits, checks, strict=True):
             seen += _fields(visit.node)
             for i, (end, _) in enumerate(check["edges"]):

@@ -28,7 +28,7 @@ class Leaves:
 
     def __init__(self, provenance: Provenance) -> None:
         self._provenance = provenance
-        self.before: dict[int, tuple[Tensor, int, Any]] = {}
+        self.before: dict[int, tuple[Tensor, int, bytes | None]] = {}
         self._of_this_place = WeakIdKeyDictionary()
 
     def begin(self, place: Hashable) -> None:

@@ -60,7 +60,7 @@ class _LeanForward:
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
-    def _called(self, module: nn.Module, inputs: Any) -> None:
+    def _called(self, module: nn.Module, inputs: object) -> None:
         if not traced():
             self._local.module = module
 

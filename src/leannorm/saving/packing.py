@@ -6,7 +6,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Hashable
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ from leannorm.saving.narrowed import (
     narrowed,
     narrowed_positions,
 )
-from leannorm.saving.plan import Pass, pass_of
+from leannorm.saving.plan import Call, Pass, pass_of
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.provenance import Edits, sequence_number
@@ -81,7 +80,7 @@ class Packing(CountingHook):
     ) -> None:
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks, self.units, self._freed = layers, hooks, Units(), ""
-        self.calls, self.kept, self.reads = list[tuple[Any, ...]](), list[Kept](), Reads(around, SMALLEST)
+        self.calls, self.kept, self.reads = list[Call](), list[Kept](), Reads(around, SMALLEST)
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
         self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), Vain(place, policy)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
@@ -265,7 +264,7 @@ class Packing(CountingHook):
             return reasons.OTHER_BITS if self.policy.allows(outcome) else reasons.NOT_REPEATED
         if outcome.communicates or outcome.too_deep:
             return reasons.COLLECTIVE if outcome.communicates else reasons.TOO_DEEP
-        at_fault: Any = outcome.outputs[0][0] if outcome.outputs else node
+        at_fault = outcome.outputs[0][0] if outcome.outputs else node
         why = reasons.NOT_REPEATED if kind_of(at_fault) in RECIPES else reasons.NO_RECIPE
         if self.search.considers(kind_of(at_fault)) and not outcome.ruled_out:
             why = reasons.BEFORE if self.search.from_here else reasons.NOT_AT_HAND

@@ -130,7 +130,7 @@ def _name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def _made_by() -> list[Any]:
+def _made_by() -> list[object]:
     from leannorm import __version__
     from leannorm.autograd.nodes import INTERFACE, NODES
 
@@ -145,7 +145,7 @@ def _read(file: Path) -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _rates_of(entry: Any, made_by: list[Any]) -> Rates | None:
+def _rates_of(entry: Any, made_by: list[object]) -> Rates | None:
     """The rates of an entry; None where it is none of this version, or cut off."""
     if not isinstance(entry, dict) or entry.get("made_by") != made_by:
         return None
@@ -187,7 +187,7 @@ _COLD = 2.0
 _LONG = 0.2  # seconds of one measurement, beyond two turns
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The least of some turns: what others do on the machine is in the others."""
     taken = list[float]()
     while len(taken) < 2 or (len(taken) < 40 and sum(taken) < _LONG):

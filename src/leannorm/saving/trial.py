@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import gcd
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,7 +98,7 @@ def _under_modes() -> bool:
     of_operators, of_functions = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     if not (of_operators or of_functions):
         return False
-    modes: list[Any] = [*map(_get_dispatch_stack_at, range(of_operators))]
+    modes: list[object] = [*map(_get_dispatch_stack_at, range(of_operators))]
     modes += map(_get_function_stack_at, range(of_functions))
     return any(f"{type(mode).__module__}.{type(mode).__qualname__}" not in WATCHING for mode in modes)
 

@@ -86,8 +86,8 @@ class Vain:
         outcome: Step | Missing,
         visits: Sequence[Visit] | None,
     ) -> None:
-        """This tensor is held, perhaps in fewer bytes: it was `told`, or the `outcome` of its search is nothing,
-        or ruled out.
+        """This tensor is held, perhaps in fewer bytes: it was `told`, or the `outcome` of its search is
+        nothing, or ruled out.
 
         Not after a search that narrows what pooling holds on its way.
         """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from leannorm._torch import left_to_python
 from leannorm.saving.evidence import RebuildError
@@ -39,7 +39,7 @@ class Layers:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._at_work: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def open(self) -> None:
         modules = torch.nn.modules.module
@@ -58,11 +58,11 @@ class Layers:
         return " ".join(repr(self._at_work[-1]).split()) if self._at_work else ""
 
     @left_to_python
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, module: nn.Module, inputs: object) -> None:
         if threading.get_ident() == self._thread:
             self._at_work.append(module)
 
     @left_to_python
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if threading.get_ident() == self._thread and self._at_work:
             self._at_work.pop()

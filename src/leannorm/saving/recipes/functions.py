@@ -97,10 +97,9 @@ def _bias(saved: Value | None, i: int, value_of: ValueOf, there: bool) -> tuple[
 
 
 def _row_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, rows: Rows
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Backend, rows: Rows
 ) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, rows, valid)[0]
-    return y
+    return backend.row_forward(x, None, weight, bias, rows, valid)[0]
 
 
 def _sum(value_of: ValueOf) -> Step | None:
@@ -153,9 +152,8 @@ def ada_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> 
     return Step(_ada_forward, tuple(inputs), captured, (node.backend, node.rows))
 
 
-def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any, gating: Gating) -> Tensor:
-    y: Tensor = backend.gated_forward(x, gate, weight, gating)[0]
-    return y
+def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Backend, gating: Gating) -> Tensor:
+    return backend.gated_forward(x, gate, weight, gating)[0]
 
 
 @recipe(kind_of_function(GatedNorm))

@@ -112,7 +112,6 @@ def _scale_and_shift(
     else:
         scale = rstd if weight is None else rstd * weight.detach()
         shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
-
     return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then=_with_act)
 
 

@@ -64,7 +64,7 @@ def written_in_a_view(node: Any, output: int, value_of: ValueOf, like: Tensor | 
     return step._replace(identity=told, in_any_layout=True)
 
 
-def _activation(x: Value | None, kind: str, constants: tuple[Any, ...]) -> Step | None:
+def _activation(x: Value | None, kind: str, constants: tuple[Hashable, ...]) -> Step | None:
     if x is None or kind not in IN_PLACE:
         return None
     step = step_of(x, kind, constants)
