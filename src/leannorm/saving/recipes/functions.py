@@ -152,7 +152,9 @@ def ada_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> 
     return Step(_ada_forward, tuple(inputs), captured, (node.backend, node.rows))
 
 
-def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Backend, gating: Gating) -> Tensor:
+def _gated_forward(
+    x: Tensor, gate: Tensor, weight: Tensor | None, backend: Backend, gating: Gating
+) -> Tensor:
     return backend.gated_forward(x, gate, weight, gating)[0]
 
 
