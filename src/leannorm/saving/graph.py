@@ -170,10 +170,14 @@ def exact(value: Any) -> Any:
     return value
 
 
+def inputs_of(node: Any) -> list[Any]:
+    """What tells shape, dtype and device of each of the node's inputs; None for one without gradient."""
+    return [None if p is None else p._input_metadata[i] for p, i in node.next_functions]
+
+
 def _metadata(node: Any) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
     outputs = tuple([(tuple(m.shape), m.dtype, m.device) for m in node._input_metadata])
-    edges = [None if p is None else p._input_metadata[i] for p, i in node.next_functions]
-    inputs = tuple([None if m is None else (tuple(m.shape), m.dtype, m.device) for m in edges])
+    inputs = tuple([None if m is None else (tuple(m.shape), m.dtype, m.device) for m in inputs_of(node)])
     return outputs, inputs
 
 

@@ -21,7 +21,7 @@ from leannorm.ops.modes import in_no_mode
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
-from leannorm.saving.graph import constant, kind_of
+from leannorm.saving.graph import constant, inputs_of, kind_of
 from leannorm.saving.masks import mask_as_bits
 from leannorm.saving.recipes.views import SAME_MEMORY, cast_to
 from leannorm.saving.steps import Step
@@ -94,11 +94,8 @@ def narrowed_positions(tensor: Tensor, node: Any, axes: int) -> Step | None:
 
     For devices, where reading the numbers themselves would stall the step.
     """
-    producer, number = node.next_functions[0]
-    if producer is None:
-        return None
-    sizes = producer._input_metadata[number].shape[-axes:]
-    return _in_fewer_bytes(tensor, 0, prod(sizes) - 1)
+    source = inputs_of(node)[0]
+    return None if source is None else _in_fewer_bytes(tensor, 0, prod(source.shape[-axes:]) - 1)
 
 
 def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
@@ -191,12 +188,12 @@ def _source_dtype(tensor: Tensor, node: Any) -> torch.dtype | None:
     """The dtype before the cast; None if this is no widening cast, or a view or copy of it."""
     while node is not None and kind_of(node) in _MOVE_ONLY:
         node = node.next_functions[0][0]
-    if node is None or kind_of(node) != "ToCopyBackward0" or node.next_functions[0][0] is None:
+    source = inputs_of(node)[0] if node is not None and kind_of(node) == "ToCopyBackward0" else None
+    if source is None:
         return None
-    producer, number = node.next_functions[0]
-    source: torch.dtype = producer._input_metadata[number].dtype
-    widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
-    return source if widened else None
+    dtype: torch.dtype = source.dtype
+    widened = dtype.is_floating_point and tensor.is_floating_point() and dtype.itemsize < tensor.itemsize
+    return dtype if widened else None
 
 
 def _in_source(wide: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from leannorm.saving.graph import ACCUMULATES, kind_of
+from leannorm.saving.graph import ACCUMULATES, inputs_of, kind_of
 from leannorm.saving.narrowed import copy_that
 from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS, groups_of
@@ -57,13 +57,11 @@ class Prices:
             if node in seen:
                 continue
             seen.add(node)
-            edges = node.next_functions
-            left += [producer for producer, _ in edges if producer is not None]
+            left += [producer for producer, _ in node.next_functions if producer is not None]
             kind = kind_of(node)
             if kind in _NO_WORK:
                 continue
-            inputs = [None if p is None else p._input_metadata[number] for p, number in edges]
-            output, *others = node._input_metadata
+            inputs, (output, *others) = inputs_of(node), node._input_metadata
             read = [() if i is None else tuple(i.shape) for i in inputs]
             transposed = getattr(node, "_saved_transposed", False) and read[0]
             flops = _flops(kind, read, read[0] if transposed else tuple(output.shape))

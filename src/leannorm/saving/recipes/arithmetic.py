@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
-from leannorm.saving.recipes.registry import ValueOf, OfInput, of_input, recipe
+from leannorm.saving.recipes.registry import OfInput, ValueOf, of_input, recipe
 from leannorm.saving.recipes.views import VIEWS
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.graph import kind_of, saved
+from leannorm.saving.graph import inputs_of, kind_of, saved
 from leannorm.saving.recipes.products import is_long
 from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step
@@ -65,14 +65,13 @@ def attention(node: Any, output: int, value_of: ValueOf, like: Tensor | None) ->
     inputs = [saved(node, name) for name in ("query", "key", "value")]
     if mask_name and getattr(node, f"_raw_saved_{mask_name}").data is not None:
         inputs.append(saved(node, mask_name))
-    q, k = (producer for producer, _ in node.next_functions[:2])
+    q, k = inputs_of(node)[:2]
     if output or node._saved_dropout_p or None in inputs or q is None or k is None:
         return None
     known = tuple(value for value in inputs if value is not None)
     if any(map(is_long, known)):
         return None
-    shapes = [producer._input_metadata[number].shape for producer, number in node.next_functions[:2]]
-    flops = 4 * prod(shapes[0]) * shapes[1][-2]
+    flops = 4 * prod(q.shape) * k.shape[-2]
     constants = node._saved_is_causal, node._saved_scale
     costly = flops > MOST * prod(node._input_metadata[0].shape)
     return Step(function, known, (), constants, kind="attention", flops=flops, costly=costly)

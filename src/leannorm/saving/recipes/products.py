@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.device import asynchronous
-from leannorm.saving.graph import constant, is_lost, kind_of, saved
+from leannorm.saving.graph import constant, inputs_of, is_lost, kind_of, saved
 from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step, behind
 from leannorm.saving.values import Value, size_of
@@ -91,19 +91,17 @@ def frozen_bias(weight: Value) -> Value | None:
     return None if bias is None else Value(bias, bias._version, name="copy of a frozen bias")
 
 
-def _addmm(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    return torch.addmm(added, a, b, beta=beta, alpha=alpha)
-
-
-def _baddbmm(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    return torch.baddbmm(added, a, b, beta=beta, alpha=alpha)
+def _plus(
+    added: Tensor, a: Tensor, b: Tensor, product: Callable[..., Tensor], beta: float, alpha: float
+) -> Tensor:
+    return product(added, a, b, beta=beta, alpha=alpha)
 
 
 _MATRIX_PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[str, str]]] = {
     "MmBackward0": (torch.mm, ("self", "mat2")),
     "BmmBackward0": (torch.bmm, ("self", "mat2")),
-    "AddmmBackward0": (_addmm, ("mat1", "mat2")),
-    "BaddbmmBackward0": (_baddbmm, ("batch1", "batch2")),
+    "AddmmBackward0": (torch.addmm, ("mat1", "mat2")),
+    "BaddbmmBackward0": (torch.baddbmm, ("batch1", "batch2")),
 }
 CONVOLUTIONS = {"ConvolutionBackward0", "leannorm.ConvNorm"}
 PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS, "GroupedMmBackward0"}
@@ -112,7 +110,7 @@ PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS, "GroupedMmBackward0"}
 @recipe(*_MATRIX_PRODUCTS)
 def matrix_product(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """Linear layers and attention scores; costly: with fewer outputs than inputs."""
-    function, names = _MATRIX_PRODUCTS[kind_of(node)]
+    product, names = _MATRIX_PRODUCTS[kind_of(node)]
     edges = node.next_functions
     first = len(edges) - 2  # the factors follow the added tensor, if there is one
     a, b = (saved(node, name) or value_of(first + i) for i, name in enumerate(names))
@@ -124,12 +122,12 @@ def matrix_product(node: Any, output: int, value_of: ValueOf, like: Tensor | Non
         return None
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
     if not first:
-        return Step(function, (a, b), **work)
+        return Step(product, (a, b), **work)
     added = value_of(0) or frozen_bias(b)
     if added is None:
         return None
-    factors = constant(node, "beta"), constant(node, "alpha")
-    return Step(function, (added, a, b), (), factors, **work)
+    constants = product, constant(node, "beta"), constant(node, "alpha")
+    return Step(_plus, (added, a, b), (), constants, **work)
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -170,5 +168,5 @@ def _sizes(value: Value, node: Any, i: int) -> torch.Size | None:
     """The sizes of the node's input `i`, whose value this is."""
     if value.tensor is not None:
         return value.tensor.shape if value.spec is None else value.spec.shape
-    producer, number = node.next_functions[i]
-    return None if producer is None else torch.Size(producer._input_metadata[number].shape)
+    source = inputs_of(node)[i]
+    return None if source is None else torch.Size(source.shape)

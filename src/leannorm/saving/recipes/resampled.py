@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.registry import ValueOf, OfInput, of_input, recipe
+from leannorm.saving.recipes.registry import OfInput, ValueOf, of_input, recipe
 from leannorm.saving.steps import Step
 
 _aten = torch.ops.aten

@@ -13,19 +13,15 @@ from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.steps import Step
 
 
-def _index_select(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    return torch.index_select(x, dim, index)
-
-
-def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    return torch.gather(x, dim, index)
+def _at(x: Tensor, index: Tensor, select: Callable[..., Tensor], dim: int) -> Tensor:
+    return select(x, dim, index)
 
 
 _BY_POSITION: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "IndexSelectBackward0": (_index_select, "index"),
-    "GatherBackward0": (_gather, "index"),
-    "TopkBackward0": (_gather, "indices"),
-    "SortBackward0": (_gather, "indices"),
+    "IndexSelectBackward0": (torch.index_select, "index"),
+    "GatherBackward0": (torch.gather, "index"),
+    "TopkBackward0": (torch.gather, "indices"),
+    "SortBackward0": (torch.gather, "indices"),
 }
 BY_POSITION = {*_BY_POSITION, "IndexBackward0"}
 
@@ -33,8 +29,8 @@ BY_POSITION = {*_BY_POSITION, "IndexBackward0"}
 @recipe(*_BY_POSITION)
 def by_position(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """The values of topk and sort are those at the positions that they put out: neither runs again."""
-    function, name = _BY_POSITION[kind_of(node)]
+    select, name = _BY_POSITION[kind_of(node)]
     x, index = value_of(0), saved(node, name)
     if output or x is None or index is None:
         return None
-    return Step(function, (x, index), (), (constant(node, "dim"),), kind="scale")
+    return Step(_at, (x, index), (), (select, constant(node, "dim")), kind="scale")

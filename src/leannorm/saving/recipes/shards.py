@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.graph import kind_of, kind_of_function
+from leannorm.saving.graph import inputs_of, kind_of, kind_of_function
 from leannorm.saving.localized import sign
 from leannorm.saving.recipes.registry import ValueOf, recipe
 from leannorm.saving.recipes.views import as_it_is
@@ -98,7 +98,7 @@ def redistribute(node: Any, output: int, value_of: ValueOf, like: Tensor | None)
 def told_by(reader: Any) -> Tensor | None:
     """A DTensor without memory, shared as the one that this node of `TELLING` reads."""
     spec = reader.dtensor_spec if kind_of(reader) == _TO_LOCAL else reader.current_spec
-    source, number = reader.next_functions[0]
-    if source is None or source._input_metadata[number].dtype != spec.tensor_meta.dtype:
+    source = inputs_of(reader)[0]
+    if source is None or source.dtype != spec.tensor_meta.dtype:
         return None
     return shared_as(torch.empty(0, dtype=spec.tensor_meta.dtype, device="meta"), spec)

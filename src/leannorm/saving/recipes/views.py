@@ -9,34 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.graph import constant, find, kind_of, register
+from leannorm.saving.graph import constant, find, inputs_of, kind_of, register
 from leannorm.saving.recipes.activations import with_norm
-from leannorm.saving.recipes.registry import ValueOf, OfInput, of_input, recipe
+from leannorm.saving.recipes.registry import OfInput, ValueOf, of_input, recipe
 from leannorm.saving.shards import local_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, Value, held
-
-
-def _shape(node: Any, output: int) -> tuple[int, ...]:
-    return tuple(node._input_metadata[output].shape)
-
-
-def _view(function: Callable[..., Tensor], x: Value | None, *constants: Any) -> Step | None:
-    return None if x is None else Step(function, (x,), (), constants, kind="view")
-
 
 _RESHAPED = {"ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"}
 VIEWS = {*_RESHAPED, "SqueezeBackward2", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
-@recipe(*VIEWS)
-def reshape(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
-    return _view(torch.reshape, value_of(0), _shape(node, output))
-
-
-@recipe("ExpandBackward0")
-def expand(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
-    return _view(Tensor.expand, value_of(0), _shape(node, output))
+@recipe(*VIEWS, "ExpandBackward0")
+def in_shape(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    x, shape = value_of(0), tuple(node._input_metadata[output].shape)
+    function: Callable[..., Tensor] = Tensor.expand if kind_of(node) == "ExpandBackward0" else torch.reshape
+    return None if x is None else Step(function, (x,), (), (shape,), kind="view")
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -70,8 +58,10 @@ SAME_MEMORY = {*ALIASES, "UnsafeViewBackward0", "ReshapeAliasBackward0"}  # of t
 
 @recipe(*PARTS)
 def part(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+    x = value_of(0)
     split, names = PARTS[kind_of(node)]
-    return _view(_part, value_of(0), output, split, *(constant(node, name) for name in names))
+    constants = output, split, *(constant(node, name) for name in names)
+    return None if x is None else Step(_part, (x,), (), constants, kind="view")
 
 
 of_input({"RepeatBackward0": OfInput(Tensor.repeat, ("repeats",))})
@@ -136,14 +126,10 @@ def cast_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 @recipe("ToCopyBackward0")
 def cast(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     """A cast; to the same dtype it is a copy, and its rebuild may return the source itself."""
-    x, to = value_of(0), node._input_metadata[output]
-    source = node.next_functions[0][0]
-    if x is None or source is None:
+    x, to, source = value_of(0), node._input_metadata[output], inputs_of(node)[0]
+    if x is None or source is None or source.device != to.device:
         return None
-    made_from = source._input_metadata[node.next_functions[0][1]]
-    if made_from.device != to.device:
-        return None
-    kind = "copy" if made_from.dtype == to.dtype else "norm"
+    kind = "copy" if source.dtype == to.dtype else "norm"
     if kind == "norm" and (fused := with_norm(x, to.dtype)) is not None:
         return fused._replace(tells_layout=like is not None)
     return Step(cast_to, (x,), (), (to.dtype,), kind=kind, tells_layout=like is not None)
