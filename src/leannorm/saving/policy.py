@@ -53,7 +53,7 @@ class Policy:
 
     def may_add(self, kind: str, value: Value | None) -> bool:
         """May a sum with this input, put out by such a node, be rebuilt? None: it has no value yet."""
-        in_own_pass = self.products and kind == "NativeBatchNormBackward0"  # its step tells whether it can be
+        in_own_pass = self.products and kind == "NativeBatchNormBackward0"  # whether it can, its step tells
         return self.everything or in_own_pass or (value is not None and needs_no_norm(value))
 
     def is_worth(self, size: int, largest: int) -> bool:

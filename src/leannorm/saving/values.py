@@ -267,8 +267,7 @@ class Value(_Referable):
         """The held tensor; raises `error` if it was edited since it was packed."""
         tensor = self.tensor
         assert tensor is not None
-        if not self.current:
-            raise error(self._edited(tensor if self.watch is None else self.watch))
+        self._check_version(error)
         if self.sample is None and (tensor.requires_grad or self.spec is not None):
             check_there(tensor, self.name)
         unseen = self.spec is not None and tensor._version != self.local_version
@@ -342,11 +341,11 @@ class Value(_Referable):
             " of this part; lean(verify=True) names the layer"
         )
 
-    def _check_version(self) -> None:
+    def _check_version(self, error: type[RuntimeError] = RuntimeError) -> None:
         if not self.current:
             tensor = self.tensor if self.watch is None else self.watch
             assert tensor is not None
-            raise RuntimeError(self._edited(tensor))
+            raise error(self._edited(tensor))
 
     def _edited(self, tensor: Tensor) -> str:
         shape = list(self.layout[0]) if isinstance(self.layout, tuple) else list(tensor.shape)
