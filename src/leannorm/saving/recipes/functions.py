@@ -35,16 +35,15 @@ def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
 def norm_then(x: Tensor, *rest: Any) -> Tensor:
     """act(norm(x) + what is added), with the bits of three operators, in one pass where that has them."""
     *added, _, mean, rstd, weight, bias, backend, act = rest
+    kernels: Backend = backend
     residual = added[0] if added else None
-    if backend is TRITON:
+    if kernels is TRITON:
         y = in_one_pass(x, residual, weight, bias, mean, rstd, act, True)
         if y is not None:
             return y
     elif x.dtype.itemsize > 2:  # in 16 bits, what an operator gives is rounded before the next one
-        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
-        y: Tensor = backend.channel_normalize(kept)
-        return y
-    y = backend.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias))
+        return kernels.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act))
+    y = kernels.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias))
     return ACTIVATIONS[act](y if residual is None else y + residual)
 
 
