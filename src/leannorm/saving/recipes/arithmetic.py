@@ -15,7 +15,6 @@ from leannorm.saving.recipes.views import VIEWS
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
-
 _OF_TWO: dict[str, Callable[..., Tensor]] = {"MulBackward0": torch.mul, "DivBackward0": torch.div}
 
 
