@@ -40,13 +40,22 @@ def leannorm(
 
 
 def _after_the_package(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, once all of leannorm is imported: help and bad usage come before (`leannorm_command`)."""
+    """The command, once all of leannorm is imported, and the files of its report can be written.
+
+    Help and bad usage come before (`leannorm_command`).
+    """
 
     @wraps(command)
-    def run(*args: Any, **options: Any) -> None:
+    def run(**options: Any) -> None:
         from leannorm import __version__  # noqa: F401  # the root's code runs with its first name
+        from leannorm._files import check_writable
+        from leannorm.report.render import require_page
 
-        command(*args, **options)
+        page = options.get("html")
+        check_writable(options["json"], page)
+        if page:
+            require_page()
+        command(**options)
 
     return run
 

@@ -23,14 +23,12 @@ def bench(
     from rich.console import Console
 
     from leannorm._errors import InputError
-    from leannorm._files import check_writable
     from leannorm.report.bench import bench as measure
     from leannorm.report.memory import check_device
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in dtypes:
         raise InputError(f"--dtype is one of {', '.join(dtypes)}; got {dtype!r}")
-    check_writable(json)
     check_device(device)
     with Console().status("timing"):
         report = measure(device, dtypes[dtype], turns, compiled=compiled)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    given: Annotated[
+    model: Annotated[
         str,
         typer.Argument(help="Check this model under lean() in place of the layers.", metavar="MODEL"),
     ] = "",
@@ -22,7 +22,7 @@ def check(
     steps: Annotated[int, typer.Option(help="Training steps of the model.", min=1)] = 3,
     dtype: Dtype = "float32",
     json: JsonFile = None,
-    model: Annotated[str, typer.Option(help="The same, as an option.", metavar="MODEL")] = "",
+    named: Annotated[str, typer.Option("--model", help="The same, as an option.", metavar="MODEL")] = "",
 ) -> None:
     """Check on this machine every equality that the layers promise, each against its error budget.
 
@@ -33,15 +33,13 @@ def check(
     from rich.text import Text
 
     from leannorm._errors import InputError
-    from leannorm._files import check_writable
     from leannorm.report.check import CheckReport
     from leannorm.report.numerics import run_checks
     from leannorm.report.recipes import recipe_states
 
-    check_writable(json)
-    if given and model:
-        raise InputError(f"name one model, got {given!r} and --model {model!r}; leave one out")
-    model = model or given
+    if model and named:
+        raise InputError(f"name one model, got {model!r} and --model {named!r}; leave one out")
+    model = model or named
     if bool(model) != bool(input):
         raise InputError("MODEL and --input go together: a model is checked on an input, as 8x3x96x96")
     with Console().status(Text(f"checking {model}")) as status:

@@ -75,7 +75,7 @@ def convert_checkpoint(
         raise InputError("name the file to write once: OUTPUT or -o FILE; its suffix decides the format")
     output = output or named
     assert output is not None
-    check_writable(output, json)
+    check_writable(output)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)
     # checked first; `count` is passed on only where the framework's variance is biased
     reads, writes = _convention(source, "--from"), _convention(target, "--to")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, ReportFile, tell
+from leannorm.cli.options import HtmlFile, JsonFile, tell
 
 
 def demo(
@@ -16,21 +16,16 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of weights, batch order and dropout.")] = 0,
     networks: Annotated[bool, typer.Option(help="Also measure a ResNet-50 and a ViT.")] = True,
     json: JsonFile = None,
-    report: ReportFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Train a digit network, stock and lean, and compare all bits; measure what lean() saves elsewhere."""
     from rich.console import Console
 
-    from leannorm._files import check_writable
     from leannorm.report.demo.demo import demo as show
     from leannorm.report.demo.saved import NETWORKS
-    from leannorm.report.render import require_page
 
-    check_writable(json, report)
-    if report:
-        require_page()
     with Console().status("training digits") as status:
-        shown = show(
+        report = show(
             NETWORKS if networks else (),
             device=device,
             epochs=epochs,
@@ -38,4 +33,4 @@ def demo(
             seed=seed,
             progress=status.update,
         )
-    tell(shown, json, report, passes=shown)
+    tell(report, json, html, passes=report)

@@ -48,7 +48,6 @@ def doctor(
 
     from leannorm._batch import call_for
     from leannorm._errors import InputError
-    from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.cli.inputs import made, specs_of
     from leannorm.cli.models import in_one_line, made_by, model_named
@@ -58,14 +57,9 @@ def doctor(
     from leannorm.report.doctor.meeting import meeting_of
     from leannorm.report.doctor.mend import diff, mend
     from leannorm.report.doctor.subject import SEVERITIES
-    from leannorm.report.render import require_page
 
     if input and data:
         raise InputError("give --input or --data, not both: a random batch or batches of the model's data")
-    check_writable(json, html)
-    if html:
-        require_page()
-
     specs = specs_of(input) if input else []
 
     def looked(network: torch.nn.Module, batches: Any, meeting: Any = None) -> DoctorReport:

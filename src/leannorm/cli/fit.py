@@ -34,12 +34,10 @@ def fit(
     from rich.console import Console
     from rich.text import Text
 
-    from leannorm._files import check_writable
     from leannorm.cli.inputs import dtype_named, made, specs_of
     from leannorm.cli.models import model_named
     from leannorm.report.fit import fit as largest
 
-    check_writable(json)
     kind = dtype_named(dtype)
     sample = made(specs_of(input), kind, "meta")
     with Console().status(Text(f"making {model}")) as status:

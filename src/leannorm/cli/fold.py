@@ -38,7 +38,7 @@ def fold(
     from leannorm.transforms import fold as folding
 
     check_suffix(output, ".pt2")
-    check_writable(json, output)
+    check_writable(output)
     console = terminal()
     is_file, inputs = Path(model).is_file(), None
     specs_of(input)

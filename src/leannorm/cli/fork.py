@@ -33,7 +33,7 @@ def fork(
 
     check_suffix(output, ".pt2")
     check_suffix(draw, ".svg")
-    check_writable(json, output, draw)
+    check_writable(output, draw)
     specs = specs_of(input)
     varies = any_batch and all(spec.sizes[0] > 1 for spec in specs)
     batch = torch.export.Dim("batch", min=2)

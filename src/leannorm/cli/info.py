@@ -7,8 +7,6 @@ from leannorm.cli.options import JsonFile, tell
 
 def info(json: JsonFile = None) -> None:
     """Print versions, devices, threads and backends, with the reasons for each backend that cannot run."""
-    from leannorm._files import check_writable
     from leannorm.report.info import installation
 
-    check_writable(json)
     tell(installation(), json)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from leannorm._batch import inputs_of
 from leannorm._errors import InputError
@@ -113,8 +112,7 @@ def tried(
     inputs = made(specs_of(texts), dtype_named(dtype), device)
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            copies = tree_map_only(Tensor, Tensor.clone, inputs)
-            inputs_of(copies).call(copy.deepcopy(model))
+            inputs_of(inputs).copied().call(copy.deepcopy(model))
     except Exception as error:
         raise InputError(
             f"{spec} does not take --input {' --input '.join(texts)}: {in_one_line(error)}{_hint(error)}"

@@ -23,7 +23,7 @@ Inputs = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the model and its inputs: float32, bfloat16, float16, float64.")]
-ReportFile = Annotated[Path | None, typer.Option("--report", help="Write an HTML page here.", metavar="FILE")]
+HtmlFile = Annotated[Path | None, typer.Option("--report", help="Write an HTML page here.", metavar="FILE")]
 _MODEL = "timm:NAME, torchvision:NAME, hf:TYPE (as hf:llama, small) or package.module:callable."
 Model = Annotated[str, typer.Argument(help=_MODEL, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", help=_MODEL, metavar="MODEL")]

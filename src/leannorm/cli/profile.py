@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, Inputs, JsonFile, Model, ReportFile, tell
+from leannorm.cli.options import Dtype, HtmlFile, Inputs, JsonFile, Model, tell
 
 
 def profile(
@@ -21,7 +21,7 @@ def profile(
     dtype: Dtype = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     json: JsonFile = None,
-    report: ReportFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Measure held bytes, peak memory and step time of a model: stock, under lean(), and by other methods."""
     import warnings
@@ -30,18 +30,13 @@ def profile(
     from rich.console import Console
     from rich.text import Text
 
-    from leannorm._files import check_writable
     from leannorm.cli.inputs import dtype_named, specs_of, tried
     from leannorm.cli.models import model_named
     from leannorm.report.memory import check_device
     from leannorm.report.profile import profile as measure
-    from leannorm.report.render import require_page
     from leannorm.report.settings import check_methods
 
-    check_writable(json, report)
     check_device(device)
-    if report:
-        require_page()
     others = [name.strip() for name in against.split(",") if name.strip()]
     check_methods(others)
     specs_of(input)
@@ -49,7 +44,7 @@ def profile(
         torch.manual_seed(0)
         network = model_named(model).to(device, dtype_named(dtype))
         inputs = tried(network, input, model, device, dtype)
-        measured = measure(
+        report = measure(
             network,
             inputs,
             recompute=["norm", "conv", *(f"overhead {n:g}" for n in overhead), *(f"peak {n}" for n in peak)],
@@ -59,9 +54,9 @@ def profile(
             steps=steps,
             progress=status.update,
         )
-    measured.model = model
-    reasons = {reason for setting in measured.settings for reason in setting.reasons}
+    report.model = model
+    reasons = {reason for setting in report.settings for reason in setting.reasons}
     for one in heard:
         if not any(reason in str(one.message) for reason in reasons):  # the report tells the others
             warnings.showwarning(one.message, one.category, one.filename, one.lineno)
-    tell(measured, json, report)
+    tell(report, json, html)
