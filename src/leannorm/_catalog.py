@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,10 +111,10 @@ class Norm:
     @property
     def channels(self) -> int | None:
         """The number of channels with statistics of their own; None where statistics span channels."""
-        spans = self.kind in ("batch", "frozen", "instance")
-        if not spans and not (self.kind == "group" and _groups(self.module) == _channels(self.module)):
+        count = getattr(self.module, "num_features", getattr(self.module, "num_channels", None))
+        single = self.kind == "group" and getattr(self.module, "num_groups", None) == count
+        if self.kind not in ("batch", "frozen", "instance") and not single:
             return None
-        count = _channels(self.module)
         return int(self.mean.numel()) if count is None and self.mean is not None else count
 
     @property
@@ -129,14 +128,6 @@ class Norm:
             if isinstance(value, Tensor):
                 return value
         return None
-
-
-def _groups(module: Module) -> Any:
-    return getattr(module, "num_groups", None)
-
-
-def _channels(module: Module) -> Any:
-    return getattr(module, "num_features", getattr(module, "num_channels", None))
 
 
 def torchs_kind(module: Module) -> str | None:

@@ -126,10 +126,6 @@ def momentum_is_a_number(value: float | None) -> None:
         )
 
 
-def _writable(*tensors: Tensor) -> bool:
-    return traced() or all(map(_can_be_updated, tensors))
-
-
 def _can_be_updated(tensor: Tensor) -> bool:
     """In place: no leaf that needs a gradient, no expanded tensor, no inference tensor outside its mode."""
     if not (tensor.requires_grad or tensor.is_inference()) and tensor.is_contiguous():
@@ -155,7 +151,7 @@ def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) 
 
 def writable(**statistics: Tensor) -> None:
     for name, statistic in statistics.items():
-        if not _writable(statistic):
+        if not (traced() or _can_be_updated(statistic)):
             raise InputError(
                 f"{name} is updated in place, so it must own its memory and need no gradient, got strides "
                 f"{statistic.stride()}, requires_grad={statistic.requires_grad}; pass {name}.detach().clone()"
