@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from io import StringIO
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,18 @@ def as_data(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [as_data(each) for each in value]
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """The values of each key, in their order.
+
+    >>> grouped([("batch", 1), ("layer", 2), ("batch", 3)])
+    {'batch': [1, 3], 'layer': [2]}
+    """
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def counted(count: int, one: str, many: str = "") -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm._report import grouped
 from leannorm.saving.ledger import Record
 from leannorm.saving.shards import storage_of
 
@@ -102,12 +103,8 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
 
 def by_operation(records: Sequence[Record]) -> list[Operation]:
     """The rebuilt tensors among a forward pass's records, by node, most bytes first."""
-    groups: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        if record.rebuilt:
-            groups[record.node].append(record)
     operations = [
         Operation(node, len(group), sum(r.bytes for r in group), sum(r.seconds or 0.0 for r in group))
-        for node, group in groups.items()
+        for node, group in grouped((r.node, r) for r in records if r.rebuilt).items()
     ]
     return sorted(operations, key=lambda operation: -operation.nbytes)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from leannorm._report import Line, Part, Table, bytes_in_words, column_of_bytes, milliseconds
+from leannorm._report import Line, Part, Table, bytes_in_words, column_of_bytes, grouped, milliseconds
 from leannorm.report.layers import LayerBytes, Operation
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_figure, page
 
@@ -220,10 +220,7 @@ def timeline_section(report: MemoryReport, heading: str) -> Section:
 
 def _reasons(report: MemoryReport) -> list[tuple[str, str]]:
     """Setting and reason, each reason once."""
-    settings: dict[str, list[str]] = {}
-    for one in report.settings:
-        for reason in one.reasons:
-            settings.setdefault(reason, []).append(one.name)
+    settings = grouped((reason, one.name) for one in report.settings for reason in one.reasons)
     return [(", ".join(names), reason) for reason, names in settings.items()]
 
 
@@ -235,9 +232,7 @@ def _parts_of(names: Iterable[str]) -> dict[str, list[str]]:
     """
     names = list(names)
     for depth in range(max((name.count(".") for name in names), default=0) + 1, 0, -1):
-        parts: dict[str, list[str]] = {}
-        for name in names:
-            parts.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+        parts = grouped((".".join(name.split(".")[:depth]), name) for name in names)
         if len(parts) <= _MAX_BARS or depth == 1:
             return parts
     return {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from leannorm._report import Line, Part, Table, counted
+from leannorm._report import Line, Part, Table, counted, grouped
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
@@ -16,7 +14,6 @@ _FAULT = "#dc2626"
 LEAST_GAP = 0.5
 """Standard deviations between batches' and running statistics from which on a gap is told."""
 _NAMED = "get_submodule(name)"
-_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -95,15 +92,15 @@ class DoctorReport(PagedReport):
         examined = f"{counted(len(self.layers), 'norm layer')}{seen} of {self.model}"
         if not self.layers:
             return f"{self.model} has no norm layer that is known"
-        found = counted(len(self.findings), "finding") if self.findings else "nothing found"
+        faults = counted(len(self.findings), "finding") if self.findings else "nothing found"
         waits = (
             f"; {counted(self.waiting, 'batch', 'batches')} not run until ranks agree" if self.waiting else ""
         )
-        return f"{examined}: {found}{waits}"
+        return f"{examined}: {faults}{waits}"
 
     def parts(self) -> Iterator[Part]:
         """For each check its first layers, why it matters, what mends it."""
-        for title, findings in _grouped(self):
+        for title, findings in _by_check(self):
             first, left = findings[0], len(findings)
             yield Line(f"{first.severity}: {title} ({first.check})", _STYLES[first.severity])
             for why, alike in list(_by_consequence(findings).items())[:_SHOWN]:
@@ -114,7 +111,8 @@ class DoctorReport(PagedReport):
                 left -= len(alike)
             if left:
                 yield Line(f"  and {counted(left, 'more layer')}")
-            yield from (Line(f"  {lead} {line}") for lead, line in _remedy_lines(findings))
+            for i, line in enumerate(remedies(findings)):
+                yield Line(f"  {'       ' if i else 'remedy:'} {line}")
             yield Line("")
         if self.difference is not None:
             yield Line(f"outputs of the two modes differ by {self.difference:.2g} times their size")
@@ -127,21 +125,14 @@ class DoctorReport(PagedReport):
         return _page(self)
 
 
-def _by(key: Callable[[Finding], _Key], findings: Sequence[Finding]) -> dict[_Key, list[Finding]]:
-    groups: dict[_Key, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        groups[key(finding)].append(finding)
-    return groups
-
-
-def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
+def _by_check(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
     """The findings of each check and severity, under its title, in their order."""
-    groups = _by(lambda one: (one.title or one.check, one.severity), report.findings)
+    groups = grouped(((one.title or one.check, one.severity), one) for one in report.findings)
     return [(title, findings) for (title, _), findings in groups.items()]
 
 
 def _by_consequence(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
-    return _by(lambda one: one.consequence, findings)
+    return grouped((one.consequence, one) for one in findings)
 
 
 def remedies(findings: Sequence[Finding]) -> list[str]:
@@ -151,24 +142,17 @@ def remedies(findings: Sequence[Finding]) -> list[str]:
     >>> print(*remedies([Finding("eps", name, 0.0, "", line) for name, line in zip("ab", lines)]), sep="\\n")
     for name in ["a", "b"]: model.get_submodule(name).eps = 0.1
     """
-    named: dict[str, list[str]] = {}
-    for finding in findings:
-        named.setdefault(finding.remedy.replace(f'get_submodule("{finding.layer}")', _NAMED), []).append(
-            finding.layer
-        )
+    alike = grouped(
+        (one.remedy.replace(f'get_submodule("{one.layer}")', _NAMED), one.layer) for one in findings
+    )
     lines = []
-    for remedy, names in named.items():
+    for remedy, names in alike.items():
         if len(names) > 1 and _NAMED in remedy:
             quoted = ", ".join(f'"{name}"' for name in dict.fromkeys(names))
             lines.append(f"for name in [{quoted}]: {remedy}")
         else:
             lines.append(remedy.replace(_NAMED, f'get_submodule("{names[0]}")'))
     return lines
-
-
-def _remedy_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    for i, line in enumerate(remedies(findings)):
-        yield ("       " if i else "remedy:"), line
 
 
 def _value(finding: Finding) -> str:
@@ -185,7 +169,7 @@ def _page(report: DoctorReport) -> str:
             Fact(f"{report.difference:.2g}", "times their size: how far the two modes' outputs are apart")
         )
     sections = [_bars(report)] if report.layers else []
-    for title, findings in _grouped(report):
+    for title, findings in _by_check(report):
         one_reason = len(_by_consequence(findings)) == 1
         columns = ["layer", "value", "why"][: 2 if one_reason else 3]
         rows = [[finding.layer, _value(finding), finding.consequence][: len(columns)] for finding in findings]

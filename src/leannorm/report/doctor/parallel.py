@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from leannorm._errors import SyncError
+from leannorm._report import grouped
 from leannorm.report.doctor.meeting import ranks_in_words
 from leannorm.report.doctor.ranks import Held, Rank
 from leannorm.report.doctor.subject import Found, Subject, check, layer
@@ -26,10 +27,8 @@ def same_model(ranks: Sequence[Rank]) -> None:
         pairs = zip(first.layers, other.layers, strict=False)
         told = [(f"{a[0]!r} ({a[1]})", f"{b[0]!r} ({b[1]})", _ONE) for a, b in pairs]
         told += [(_counts(first), _counts(other), _ONE)]
-        told += [
-            (_given(first.batches is not None), _given(other.batches is not None), _ALL.format("batches"))
-        ]
-        told += [(_given(first.steps), _given(other.steps), _ALL.format("backward"))]
+        told += [(_some(first.batches is not None), _some(other.batches is not None), _ALL.format("batches"))]
+        told += [(_some(first.steps), _some(other.steps), _ALL.format("backward"))]
         for mine, theirs, rule in told:
             if mine != theirs:
                 raise SyncError(f"{rule} (rank {first.number} has {mine}, rank {other.number} has {theirs})")
@@ -45,8 +44,8 @@ def _counts(rank: Rank) -> str:
     return f"{len(rank.layers)} norms in {len(rank.modes)} modules"
 
 
-def _given(given: bool) -> str:
-    return "some" if given else "none"
+def _some(passed: bool) -> str:
+    return "some" if passed else "none"
 
 
 def cut_one_model(ranks: Sequence[Rank]) -> bool:
@@ -101,13 +100,10 @@ def sync_group(subject: Subject) -> Iterator[Found]:
     ranks = {rank.number: rank for rank in subject.ranks}
     shown = dict(zip(ranks, subject.shown, strict=False))
     for norm in subject.norms:
-        told: dict[tuple[str, str], list[int]] = {}
-        for number, rank in ranks.items():
-            words = rank.sharing.get(norm.name)
-            if words is not None:
-                told.setdefault((words, rank.host if words == "node" else ""), []).append(number)
+        sharing = [(rank.sharing[norm.name], rank) for rank in subject.ranks if norm.name in rank.sharing]
+        told = grouped(((words, r.host if words == "node" else ""), r.number) for words, r in sharing)
         groups = [(_members(*words, subject.ranks), have) for words, have in told.items()]
-        seen = {n: told[norm.name] for n, told in shown.items() if norm.name in told}
+        seen = {n: sums[norm.name] for n, sums in shown.items() if norm.name in sums}
         agree = all({n for n in group if n in ranks} == set(have) for group, have in groups)
         for group, (number, *_) in groups:
             fault = _wrong(group, ranks, seen, ranks[number].wrapped or []) if agree else _OTHERS
@@ -196,10 +192,8 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: s
     norms = {norm.path for norm in subject.norms}
     layers: dict[str, list[tuple[str, str, float, bool]]] = {}
     for name in dict.fromkeys(name for rank in subject.ranks for name in rank.held if name in names):
-        parts: dict[str, list[tuple[int, Held]]] = {}
-        for rank in subject.ranks:
-            if name in rank.held:
-                parts.setdefault(rank.held[name].part, []).append((rank.number, rank.held[name]))
+        tensors = [(rank.number, rank.held[name]) for rank in subject.ranks if name in rank.held]
+        parts = grouped((held.part, (number, held)) for number, held in tensors)
         for told in parts.values():
             if len({held.digest for _, held in told}) > 1:
                 path, _, own = name.rpartition(".")
@@ -237,9 +231,9 @@ def partial_gradients(subject: Subject) -> Iterator[Found]:
     for name, parts in told.items():
         path, _, own = name.rpartition(".")
         for copies in parts.values():
-            found = _partial(path, own, list(copies.values()), ROUNDING * largest[path])
-            if found:
-                yield found
+            fault = _partial(path, own, list(copies.values()), ROUNDING * largest[path])
+            if fault:
+                yield fault
                 break
 
 
@@ -292,18 +286,16 @@ def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, str] | None = None)
     >>> _sides([(0, "a"), (1, "a")])
     ''
     """
-    sides: dict[Any, list[int]] = {}
-    for number, value in told:
-        sides.setdefault(value, []).append(number)
+    sides = grouped((value, number) for number, value in told)
     if len(sides) < 2:
         return ""
     said = {value: (words[value] if words else value) or "none of these" for value in sides}
-    usual = max(sides, key=lambda value: len(sides[value]))
-    most = 2 * len(sides[usual]) > len(told)
-    odd = [value for value in sides if not (most and value == usual)]
+    common = max(sides, key=lambda value: len(sides[value]))
+    most = 2 * len(sides[common]) > len(told)
+    odd = [value for value in sides if not (most and value == common)]
     each = "; ".join(f"{ranks_in_words(sides[value])}: {said[value]}" for value in odd[:4])
     more = f"; {len(odd) - 4} more" if len(odd) > 4 else ""
-    return each + more + (f" (elsewhere {said[usual]})" if most else "")
+    return each + more + (f" (elsewhere {said[common]})" if most else "")
 
 
 def _sizes(held: Iterable[Held]) -> dict[int, str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from leannorm._catalog import Norm
+from leannorm._report import grouped
 from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
 # an eps is another's neighbour within this factor: 1e-5 and 1e-6 stand side by side in published models
@@ -19,15 +20,11 @@ SHARE = 0.1
 @check("warning", "eps is out of place")
 def eps(subject: Subject) -> Iterator[Found]:
     """An eps too small for its dtype, or far from that of most norms of the same kind."""
-    kinds: dict[str, list[Norm]] = {}
-    for norm in subject.norms:
-        if norm.eps is not None:
-            kinds.setdefault(norm.kind, []).append(norm)
+    kinds = grouped((norm.kind, (norm, norm.eps)) for norm in subject.norms if norm.eps is not None)
     for norms in kinds.values():
-        usual = Counter(norm.eps or 0.0 for norm in norms).most_common(1)[0][0]
-        near = sum(_ratio(norm.eps or 0.0, usual) <= NEIGHBOURS for norm in norms)
-        for norm in norms:
-            value = norm.eps or 0.0
+        common = Counter(value for _, value in norms).most_common(1)[0][0]
+        near = sum(_ratio(value, common) <= NEIGHBOURS for _, value in norms)
+        for norm, value in norms:
             least = _least_eps(norm)
             if value < least:
                 yield Found(
@@ -37,18 +34,18 @@ def eps(subject: Subject) -> Iterator[Found]:
                     "is all rounding"
                     if value > 0
                     else "a constant channel is divided by 0",
-                    f"{layer(norm.name)}.eps = {max(usual, 1e-5 if least < 1e-10 else 1e-3):g}",
+                    f"{layer(norm.name)}.eps = {max(common, 1e-5 if least < 1e-10 else 1e-3):g}",
                     -value,
                 )
                 continue
-            ratio = _ratio(value, usual)
+            ratio = _ratio(value, common)
             if near >= 2 and 2 * near > len(norms) and ratio > NEIGHBOURS:
                 yield Found(
                     norm.name,
                     value,
-                    f"{near} of {len(norms)} {norm.kind} norms have {usual:g} or near it; weights trained "
+                    f"{near} of {len(norms)} {norm.kind} norms have {common:g} or near it; weights trained "
                     "with one eps give other outputs with another where variances are small",
-                    f"{layer(norm.name)}.eps = {usual:g}",
+                    f"{layer(norm.name)}.eps = {common:g}",
                     ratio,
                 )
 
