@@ -336,7 +336,7 @@ def keep_right(case: Case, sides: dict[str, Side], s: Set, report: Report) -> di
     """The sides whose results are within the budget; the others are reported and not timed."""
     right = {}
     for who, found in errors(case, sides, s).items():
-        outside = [f"{e.found:.3e} > {e.allowed:.3e}" for e in found if not e.within]
+        outside = [f"{e.largest:.3e} > {e.allowed:.3e}" for e in found if not e.within]
         if not outside or who == "torch":  # torch's own error is the measure
             right[who] = sides[who]
         else:

@@ -15,25 +15,25 @@ TESTED = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The whole suite has run beside them; docs/compatibility.md has what came of it."""
 
 
-def why_refused(found: str) -> str | None:
+def why_refused(release: str) -> str | None:
     """Why leannorm does not work beside this release of torch: one sentence; None where it does.
 
     >>> why_refused("2.15.0+cpu")
     >>> why_refused("2.9.1")
     'leannorm needs torch >= 2.10, found torch 2.9.1: pip install --upgrade "torch>=2.10"'
     """
-    if _numbers(found) >= _numbers(OLDEST):
+    if _numbers(release) >= _numbers(OLDEST):
         return None
-    return f'leannorm needs torch >= {OLDEST}, found torch {found}: pip install --upgrade "torch>={OLDEST}"'
+    return f'leannorm needs torch >= {OLDEST}, found torch {release}: pip install --upgrade "torch>={OLDEST}"'
 
 
-def is_tested(found: str) -> bool:
+def is_tested(release: str) -> bool:
     """Was the suite run beside this release? Its builds (for CPUs, for CUDA) count as one.
 
     >>> is_tested("2.13.0+cpu"), is_tested("2.13.1"), is_tested("2.15.0a0+git1234")
     (True, False, False)
     """
-    return found.split("+")[0] in TESTED
+    return release.split("+")[0] in TESTED
 
 
 def left_to_python(function: _F) -> _F:

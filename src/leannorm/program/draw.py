@@ -28,10 +28,9 @@ class Row(NamedTuple):
 
     def text(self) -> str:
         name = f"{self.path} {self.kind}".strip()
+        head = f"{name}: " if name else ""
         changed = f" (changes {', '.join(self.changes)})" if self.changes else ""
-        return (
-            f"{name}: {', '.join(self.operators)}{changed}" if name else ", ".join(self.operators) + changed
-        )
+        return f"{head}{', '.join(self.operators)}{changed}"
 
 
 def rows(graph: fx.Graph, kinds: Mapping[str, str]) -> dict[str, list[Row]]:

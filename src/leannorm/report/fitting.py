@@ -24,8 +24,8 @@ def why_torchvision_fails() -> str | None:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        found = version_of("torchvision", "(of unknown version)")
-        return f"torchvision {found} does not fit torch {torch.__version__} ({reason}): {mended_by()}"
+        installed = version_of("torchvision", "(of unknown version)")
+        return f"torchvision {installed} does not fit torch {torch.__version__} ({reason}): {mended_by()}"
     return None
 
 

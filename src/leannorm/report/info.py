@@ -49,6 +49,7 @@ def installation() -> Installation:
     from leannorm import __version__
 
     serving = backends()
+    devices = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     facts = {
         "leannorm": __version__,
         "torch": torch.__version__,
@@ -57,7 +58,7 @@ def installation() -> Installation:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
-        "CUDA devices": ", ".join(_cuda_devices()) or "none",
+        "CUDA devices": ", ".join(devices) or "none",
         "last cache": "no kernel asks" if serving["cpu"] else last_cache(),
         "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
@@ -66,7 +67,3 @@ def installation() -> Installation:
     if wrong is not None:
         facts["torchvision"] += ", does not fit this torch"
     return Installation(facts, serving, [] if wrong is None else [wrong])
-
-
-def _cuda_devices() -> list[str]:
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

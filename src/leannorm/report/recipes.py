@@ -38,23 +38,15 @@ class RecipeState(NamedTuple):
     why: str = ""
 
 
-def _affine(x: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+def _affine(leaf: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias of each channel: leaves, as a layer's are."""
     weight, bias = leaf[0, :, 0, 0].detach().clone(), leaf[0, :, 0, 1].detach().clone()
     return weight.requires_grad_(), bias.requires_grad_()
 
 
-def _group_norm(x: Tensor, leaf: Tensor) -> Tensor:
-    return F.group_norm(x, 4, *_affine(x, leaf))
-
-
-def _batch_norm(x: Tensor, leaf: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, *_affine(x, leaf), training=True)
-
-
 def _our_running_norm(x: Tensor, leaf: Tensor) -> Tensor:
     zeros = torch.zeros(x.shape[1])
-    state = zeros, zeros + 1, *_affine(x, leaf)
+    state = zeros, zeros + 1, *_affine(leaf)
     return functional.batch_norm_act(x, *state, act="identity", residual=leaf)
 
 
@@ -81,10 +73,6 @@ def _nearest_exact(x: Tensor, leaf: Tensor) -> Tensor:
 
 def _kernel() -> Tensor:
     return torch.ones(16, 16, 1, 1, requires_grad=True)
-
-
-def _our_conv_norm(x: Tensor, leaf: Tensor) -> Tensor:
-    return functional.conv_batch_norm(leaf, _kernel(), None, None, None, *_affine(x, leaf), training=True)
 
 
 # by the shape of x and of the leaf: what makes a node of each kind
@@ -124,22 +112,26 @@ _BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
         "DivBackward0": lambda x, leaf: x / leaf,
         "CopySlices": lambda x, leaf: _written_in_a_view(x, leaf)[0],
         "AsStridedBackward0": lambda x, leaf: _written_in_a_view(x, leaf)[1],
-        "PreluKernelBackward0": lambda x, leaf: F.prelu(x, _affine(x, leaf)[0]),
+        "PreluKernelBackward0": lambda x, leaf: F.prelu(x, _affine(leaf)[0]),
         "MulBackward0": lambda x, leaf: x * leaf,
         "MulBackward1": lambda x, leaf: ATEN.mul.Scalar(x, 0.5),
         "NativeDropoutBackward0": lambda x, leaf: torch.native_dropout(x, 0.5, True)[0],
         "AddBackward0": lambda x, leaf: leaf + leaf,
-        "NativeBatchNormBackward0": _batch_norm,
-        "NativeGroupNormBackward0": _group_norm,
+        "NativeBatchNormBackward0": lambda x, leaf: F.batch_norm(
+            x, None, None, *_affine(leaf), training=True
+        ),
+        "NativeGroupNormBackward0": lambda x, leaf: F.group_norm(x, 4, *_affine(leaf)),
         "NativeLayerNormBackward0": lambda x, leaf: F.layer_norm(x, x.shape[3:]),
         "leannorm.ChannelNorm": lambda x, leaf: functional.batch_norm(
-            x, None, None, *_affine(x, leaf), training=True
+            x, None, None, *_affine(leaf), training=True
         ),
         "leannorm.ChannelAffine": _our_running_norm,
         "leannorm.RowNorm": lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3),
         "leannorm.AdaNorm": lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0]),
         "leannorm.GatedNorm": lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:]),
-        "leannorm.ConvNorm": _our_conv_norm,
+        "leannorm.ConvNorm": lambda x, leaf: functional.conv_batch_norm(
+            leaf, _kernel(), None, None, None, *_affine(leaf), training=True
+        ),
         "ScaledDotProductFlashAttentionForCpuBackward0": lambda x, leaf: F.scaled_dot_product_attention(
             x, leaf, leaf
         ),

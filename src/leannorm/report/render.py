@@ -110,6 +110,8 @@ def line_figure(
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, (xs, ys)) in enumerate(lines.items()):
+        # the first line is wider, so that it shows under the others
+        width = 1.6 if steps else 2.5 if i else 6
         figure.add_scatter(
             name=name,
             x=list(xs),
@@ -117,11 +119,7 @@ def line_figure(
             mode="lines" if steps else "lines+markers",
             line={
                 "color": COLORS[i % len(COLORS)],
-                "width": 1.6
-                if steps
-                else 2.5
-                if i
-                else 6,  # the first line is wider, so that it shows under the others
+                "width": width,
                 "shape": "hv" if steps else "linear",
             },
             marker={"size": 7 if i else 11},

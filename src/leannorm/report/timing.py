@@ -43,9 +43,8 @@ def device_seconds(
     if device.type != "cuda":
         return [time_step(call, device) for call in order]
     seconds = []
-    alive: deque[object] = deque(
-        maxlen=len(calls)
-    )  # freed at once, all outputs would lie in one cached block
+    # freed at once, all outputs would lie in one cached block
+    alive: deque[object] = deque(maxlen=len(calls))
     with torch.cuda.device(device):
         for first in range(0, turns, _GROUP):
             part = order[first : first + _GROUP]

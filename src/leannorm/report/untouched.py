@@ -71,11 +71,10 @@ def _put_back(owner: Any, cls: type, attributes: dict[str, Any], contents: list[
     vars(owner).clear()
     vars(owner).update(attributes)
     for container, before in contents:
+        container.clear()
         if isinstance(container, (list, deque)):
-            container.clear()
             container.extend(before)
         else:
-            container.clear()
             container.update(before)
 
 
@@ -109,29 +108,24 @@ def random_state(model: Module) -> Iterator[None]:
     """At its end every generator that a forward pass may use is in the state that it was in."""
     tensors = [*model.parameters(), *model.buffers()]
     places = sorted({(t.device.type, t.device.index or 0) for t in tensors} - {("cpu", 0), ("meta", 0)})
-    pythons, numpys = random.getstate(), np.random.get_state()
-    own = [put_back for module in model.modules() for put_back in _generators(module)]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         for kind, index in places:
             stack.enter_context(torch.random.fork_rng(devices=[index], device_type=kind))
-        try:
-            yield
-        finally:
-            random.setstate(pythons)
-            np.random.set_state(numpys)
-            for put_back in own:
-                put_back()
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        for module in model.modules():
+            for put_back in _generators(module):
+                stack.callback(put_back)
+        yield
 
 
 def _generators(module: Module) -> Iterator[Callable[[], object]]:
     """What puts back the generators that are attributes of the module."""
     for held in vars(module).values():
-        if isinstance(held, torch.Generator):
+        if isinstance(held, (torch.Generator, np.random.RandomState)):
             yield partial(held.set_state, held.get_state())
         elif isinstance(held, random.Random):
             yield partial(held.setstate, held.getstate())
-        elif isinstance(held, np.random.RandomState):
-            yield partial(held.set_state, held.get_state())
         elif isinstance(held, np.random.Generator):
             yield partial(setattr, held.bit_generator, "state", held.bit_generator.state)

@@ -39,11 +39,11 @@ def mend(model: nn.Module, findings: Iterable[Finding]) -> list[Change]:
 
 
 def _mended(model: nn.Module, finding: Finding) -> Iterator[Change]:
-    found = _SETTING.search(finding.remedy)
+    setting = _SETTING.search(finding.remedy)
     layer = _named(model, finding.layer)
-    if found is None or not hasattr(layer, found[1]):
+    if setting is None or not hasattr(layer, setting[1]):
         return
-    name, value = found[1], None if found[2] == "None" else float(found[2])
+    name, value = setting[1], None if setting[2] == "None" else float(setting[2])
     before = getattr(layer, name)
     if name == "bias":
         if before is None:  # another norm reads it, too, and it is out
