@@ -28,7 +28,7 @@ class Arguments(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
-    def call(self, model: Any) -> Any:
+    def call(self, model: Callable[..., Any]) -> Any:
         return model(*self.args, **self.kwargs)
 
     def checked(self, model: Module, remedy: str = "pass a tuple in its order, or its names") -> Arguments:
@@ -97,7 +97,7 @@ def _reversed(tensor: Tensor) -> Tensor:
     return tensor if axis is None else tensor.flip(axis)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     dtype = str(value.dtype).removeprefix("torch.")
@@ -212,18 +212,18 @@ def _by_name(inputs: Mapping[Any, Any]) -> dict[str, Any]:
     return dict(inputs)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return hasattr(value, "__array__") and not isinstance(value, Tensor)
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     if value is None or (isinstance(value, (tuple, list)) and not value):
         return repr(value)
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def _remedy(value: Any) -> str:
+def _remedy(value: object) -> str:
     if _is_array(value):
         return "make a tensor of it with torch.as_tensor"
     return "as torch.randn(8, 3, 224, 224), (ids, mask), or {'input_ids': ids}"

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from leannorm._errors import InputError
 
@@ -107,6 +107,6 @@ def write_text(path: Path | str, text: str) -> None:
         file.write(text.encode())
 
 
-def write_json(path: Path | str, data: Any) -> None:
+def write_json(path: Path | str, data: object) -> None:
     """`data` as indented JSON, written as `write_text` does."""
     write_text(path, json.dumps(data, indent=2) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -36,7 +36,7 @@ def terminal() -> Console:
     return Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 
-def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: Any = True) -> None:
+def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: object = True) -> None:
     """A report on the terminal and in the files that were asked for; fails where it does not pass."""
     from leannorm._files import write_text
     from leannorm.cli import CHECK_FELL_SHORT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,7 +39,7 @@ class StockCount(saved_tensors_hooks):
     """Counts the bytes that stock autograd holds: every storage once, parameters not counted."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, int]] = {}  # references to them, so that no address is reused
+        self._kept: dict[int, tuple[Tensor, int]] = {}  # references to them, so that no address is reused
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -71,11 +71,11 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
             sums[module][i] += now[i] - last[i]
         last[:] = now
 
-    def enter(module: nn.Module, inputs: Any) -> None:
+    def enter(module: nn.Module, inputs: object) -> None:
         credit()
         at_work.append(module)
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(module: nn.Module, inputs: object, output: object) -> None:
         credit()
         at_work.pop()
 

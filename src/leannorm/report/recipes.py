@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -254,7 +254,7 @@ def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
     return RecipeState(kind, ALIVE)
 
 
-def _gradient(program: Program, leaf: Tensor, context: Any) -> tuple[Tensor, str]:
+def _gradient(program: Program, leaf: Tensor, context: AbstractContextManager[object]) -> tuple[Tensor, str]:
     """The leaf's gradient, and the kind of node that the program made."""
     leaf = leaf.clone().requires_grad_()
     with torch.random.fork_rng(devices=[]), context:

@@ -88,7 +88,7 @@ def _kept(model: Module) -> Iterator[None]:
         if tensor is not None and (values := values_of(tensor)) is not None
     ]
 
-    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def refuse(optimizer: object, args: object, kwargs: object) -> None:
         raise InputError(
             "doctor's backward pass must leave gradients and change nothing, but in it "
             f"{type(optimizer).__name__} takes a step; pass backward=, a step without optimizer.step()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def _named(model: nn.Module, name: str) -> nn.Module:
     return model if name == "(model)" else model.get_submodule(name)
 
 
-def _told(value: Any) -> str:
+def _told(value: object) -> str:
     return f"{value.numel()} values" if isinstance(value, torch.Tensor) else str(value)
 
 

@@ -129,14 +129,14 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
     calls: dict[str, int] = {}
     outputs: dict[int, tuple[Module, Tensor]] = {}  # with the tensor, so that no id is reused
 
-    def after(module: Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: Module, args: object, output: Tensor) -> None:
         outputs[id(output)] = module, output
 
     def begin() -> None:
         calls.clear()
         outputs.clear()
 
-    def watch(norm: Norm) -> Any:
+    def watch(norm: Norm) -> Callable[..., None]:
         def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(module, args, kwargs)
             if x is None:
