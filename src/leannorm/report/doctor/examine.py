@@ -100,9 +100,9 @@ def examine(
             _checks.module(averaged, "doctor(averaged=)")
         norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
         subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged)
-        given = _taken(model, batches)
-        common = None if meeting is None else Common(meeting, subject, given, backward is not None)
-        taken = given if common is None else common.batches
+        own = _taken(model, batches)
+        common = None if meeting is None else Common(meeting, subject, own, backward is not None)
+        taken = own if common is None else common.batches
         gradients, shown = Gradients(), dict[str, list[float]]()
         if taken and subject.norms:
             subject.batches, forward = len(taken), forward or call_for(batches)
@@ -110,17 +110,17 @@ def examine(
             shown = shown_by(subject) if common else shown
             if common and common.compares:
                 gradients = gradients_of(model, subject.norms, taken[0], forward, backward)
-        found = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
+        faults = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
         if common:
-            found = common.joined(found, gradients, shown)
+            faults = common.joined(faults, gradients, shown)
     findings = [
         Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
-        for check, one in found
+        for check, one in faults
     ]
     order = {check.name: place for place, check in enumerate(CHECKS)}
     findings.sort(key=lambda f: (SEVERITIES.index(f.severity), order[f.check], -f.size))
     report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=subject.batches)
-    report.waiting = 0 if taken else len(given or ())
+    report.waiting = 0 if taken else len(own or ())
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
     return report
 
@@ -137,18 +137,17 @@ class Common:
         def decide(posts: list[Any]) -> Any:
             subject.ranks = ranks = [Rank.posted(post) for post in posts]
             same_model(ranks)
-            found = self._found()
-            runs = all((one.severity or check.severity) != "error" for check, one in found)
+            runs = all((one.severity or check.severity) != "error" for check, one in self._faults())
             return min(rank.batches or 0 for rank in ranks) if runs else 0, steps or cut_one_model(ranks)
 
         count, self.compares = meeting.decide(described(subject, batches, steps), decide)
         self.batches = (batches or [])[:count]
 
-    def _found(self) -> list[tuple[Check, Found]]:
+    def _faults(self) -> list[tuple[Check, Found]]:
         return [(check, one) for check in CHECKS if check.of_ranks for one in check.find(self._subject)]
 
     def joined(
-        self, found: list[tuple[Check, Found]], gradients: Gradients, shown: dict[str, list[float]]
+        self, faults: list[tuple[Check, Found]], gradients: Gradients, shown: dict[str, list[float]]
     ) -> list[tuple[Check, Found]]:
         """What ranks found together and each by itself; of one fault of several ranks the largest."""
 
@@ -159,21 +158,22 @@ class Common:
             for rank, post in zip(subject.ranks, posts, strict=True):
                 for name, one in post[0]:
                     own.setdefault((name, one[0]), []).append((Found(*one), rank.number))
-            return [(check.name, one) for check, one in self._found()] + [
+            return [(check.name, one) for check, one in self._faults()] + [
                 (name, _of_some(several, len(posts))) for (name, _), several in own.items()
             ]
 
         checks = {check.name: check for check in CHECKS}
-        own = [(check.name, one) for check, one in found]
+        own = [(check.name, one) for check, one in faults]
         told = self._meeting.decide([own, gradients, shown], decide)
         return [(checks[name], Found(*one)) for name, one in told]
 
 
-def _of_some(found: list[tuple[Found, int]], ranks: int) -> Found:
-    one = max((one for one, _ in found), key=_size)
-    if len(found) == ranks:
+def _of_some(several: list[tuple[Found, int]], ranks: int) -> Found:
+    """The largest of a fault's findings, each with its rank."""
+    one = max((one for one, _ in several), key=_size)
+    if len(several) == ranks:
         return one
-    return one._replace(consequence=f"on {ranks_in_words([n for _, n in found])}: {one.consequence}")
+    return one._replace(consequence=f"on {ranks_in_words([n for _, n in several])}: {one.consequence}")
 
 
 def _taken(model: Module, batches: Any) -> list[Any] | None:

@@ -42,12 +42,8 @@ def least_gap(seen: Seen) -> float:
 @check("warning", "Few values behind each statistic", "values")
 def few_values(subject: Subject) -> Iterator[Found]:
     """Statistics of fewer than a handful of values."""
-    for norm in subject.norms:
-        seen = subject.seen.get(norm.name)
-        if seen is None or not seen.values:
-            continue
-        uses_batch = norm.kind != "batch" or norm.module.training or not subject.training or not norm.tracks
-        if norm.kind == "frozen" or not uses_batch:
+    for norm, seen in subject.observed():
+        if not seen.values or not subject.by_batch(norm):
             continue
         if seen.values < (2 if norm.kind in ("layer", "rms") else HANDFUL):
             error = (2 / max(seen.values - 1, 1)) ** 0.5
@@ -74,10 +70,9 @@ _REMEDY = {
 @check("warning", "Batches are far from the running statistics", "standard deviations", of_data=True)
 def train_eval_gap(subject: Subject) -> Iterator[Found]:
     """Batches whose statistics are far from the running ones: further than so many samples explain."""
-    for norm in subject.norms:
-        seen = subject.seen.get(norm.name)
-        measured = None if seen is None else gap_of(norm, seen)
-        if measured is None or seen is None or norm.name in subject.untouched or not isfinite(measured[0]):
+    for norm, seen in subject.observed():
+        measured = gap_of(norm, seen)
+        if measured is None or norm.name in subject.untouched or not isfinite(measured[0]):
             continue
         gap, apart, ratio = measured
         if gap > least_gap(seen):
@@ -93,9 +88,8 @@ def train_eval_gap(subject: Subject) -> Iterator[Found]:
 @check("warning", "Dead channels", "channels", of_data=True)
 def dead_channels(subject: Subject) -> Iterator[Found]:
     """Channels whose input is one number everywhere."""
-    for norm in subject.norms:
-        seen = subject.seen.get(norm.name)
-        if seen is None or seen.mean is None:
+    for norm, seen in subject.observed():
+        if seen.mean is None:
             continue
         channels, dead = seen.mean.numel(), seen.dead
         if dead >= max(SHARE * channels, 1):
@@ -112,9 +106,8 @@ def dead_channels(subject: Subject) -> Iterator[Found]:
 @check("warning", "Padding in the statistics", "of the positions", of_data=True)
 def padding_in_statistics(subject: Subject) -> Iterator[Found]:
     """Positions that repeat one another to the end, in runs whose lengths differ from sample to sample."""
-    for norm in subject.norms:
-        seen = subject.seen.get(norm.name)
-        if seen is not None and seen.uneven and seen.padded >= LEAST_PADDING and norm.kind != "frozen":
+    for norm, seen in subject.observed():
+        if seen.uneven and seen.padded >= LEAST_PADDING and norm.kind != "frozen":
             yield Found(
                 norm.name,
                 seen.padded,

@@ -94,9 +94,8 @@ def described(subject: Subject, batches: list[Any] | None, steps: bool) -> Rank:
 def shown_by(subject: Subject) -> dict[str, list[float]]:
     """Mean and standard deviation of what synchronized norms saw on this rank, in numbers."""
     told = {}
-    for norm in subject.norms:
-        seen = subject.seen.get(norm.name)
-        if isinstance(norm.module, SYNCHRONIZED) and seen and seen.mean is not None and seen.std is not None:
+    for norm, seen in subject.observed():
+        if isinstance(norm.module, SYNCHRONIZED) and seen.mean is not None and seen.std is not None:
             told[norm.name] = in_numbers(torch.cat([seen.mean, seen.std]))
     return told
 
@@ -217,11 +216,8 @@ def _leaves(value: Any) -> Iterator[Tensor | None]:
         local = values_of(value)
         if local is not None:
             yield local
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _leaves(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
+    elif isinstance(value, (Mapping, tuple, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from _leaves(part)
     elif isinstance(value, (str, bytes, int, float)):
         yield torch.tensor(zlib.crc32(repr(value).encode()))

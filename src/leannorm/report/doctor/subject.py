@@ -69,6 +69,15 @@ class Subject:
         """Do the running statistics of a norm move in training?"""
         return norm.tracks and (norm.module.training or not self.training)
 
+    def by_batch(self, norm: Norm) -> bool:
+        """Does a norm normalize by what it reads, in the mode of the training?"""
+        trains = norm.module.training or not self.training or not norm.tracks
+        return norm.kind != "frozen" and (norm.kind != "batch" or trains)
+
+    def observed(self) -> Iterator[tuple[Norm, Seen]]:
+        """The norms that batches have reached, with what these showed."""
+        return ((norm, self.seen[norm.name]) for norm in self.norms if norm.name in self.seen)
+
     @cached_property
     def untouched(self) -> frozenset[str]:
         """The norms whose running statistics are those that they were made with."""

@@ -27,17 +27,15 @@ def removed_bias(subject: Subject) -> Iterator[Found]:
     """A bias of a convolution or linear layer whose output only a norm over each channel reads."""
     names = {module: name for name, module in subject.model.named_modules()}
     calls = dict.fromkeys(call for calls in _calls(subject) for call in calls)
-    for norm in subject.norms:  # where no trace tells, a pass does
-        seen = subject.seen.get(norm.name)
-        if seen is not None and all(_traced(subject, parent) is None for parent, _, _ in norm.parents):
+    for norm, seen in subject.observed():  # where no trace tells, a pass does
+        if all(_traced(subject, parent) is None for parent, _, _ in norm.parents):
             calls[norm, seen.source] = None
     for norm, source in calls:
         bias = getattr(source, "bias", None)
         if not isinstance(source, (_ConvNd, Linear)) or not isinstance(bias, torch.Tensor):
             continue
         channels = getattr(source, "out_channels", getattr(source, "out_features", 0))
-        by_batch = norm.kind != "batch" or norm.module.training or not subject.training or not norm.tracks
-        if norm.channels == channels and by_batch and norm.kind != "frozen":
+        if norm.channels == channels and subject.by_batch(norm):
             name = names[source]
             yield Found(
                 name,
