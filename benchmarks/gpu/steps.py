@@ -50,8 +50,6 @@ class Side:
         if setting == "liger":
             self.model = with_liger(model) or model
         self.run: Callable[[Tensor], Any] = self.model
-        if setting == "checkpoint":
-            self.run = settings_for(self.model, (), (), ("checkpoint",))[1].run
         recompute, is_lean = setting.split()[-1], setting.endswith(("norm", "conv"))
         compiled = setting.startswith("compile")
         if compiled:
@@ -61,6 +59,8 @@ class Side:
         self.around: Callable[[], AbstractContextManager[Any]] = (
             partial(lean, recompute) if is_lean and not compiled else nullcontext
         )
+        if setting == "checkpoint":
+            self.around = settings_for(self.model, (), (), ("checkpoint",))[1].around
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
 
     def forward(self, batch: Batch) -> Tensor:

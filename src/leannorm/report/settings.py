@@ -50,8 +50,13 @@ def settings_for(
             made.append(Setting(f"compiled {name}", run, eager=False))
     check_methods(against)
     for other in against:
-        run = _checkpointed(model) if other == "checkpoint" else _compiled(model)
-        made.append(Setting(other, run, eager=False))
+        if other == "checkpoint":
+            made.append(Setting(other, model, _checkpointed(model), eager=False))
+        else:
+            from torch._functorch import config
+
+            half = partial(config.patch, activation_memory_budget=0.5)
+            made.append(Setting(other, torch.compile(model), half, eager=False))
     return made
 
 
@@ -100,20 +105,15 @@ def _at_any_size(name: str) -> lean:
     return context
 
 
-def _checkpointed(model: nn.Module) -> Callable[..., Any]:
-    """The model with `torch.utils.checkpoint` around every block."""
+def _checkpointed(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """`torch.utils.checkpoint` around every block of the model."""
     blocks = list(_blocks(model))
     if not blocks:
         raise InputError(
             f"checkpoint needs blocks (modules inside a Sequential or ModuleList), and "
             f"{type(model).__name__} has none: leave checkpoint out"
         )
-
-    def run(*inputs: Any, **named: Any) -> Any:
-        with _wrapped(blocks):
-            return model(*inputs, **named)
-
-    return run
+    return partial(_wrapped, blocks)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -137,16 +137,3 @@ def _wrapped(blocks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for block in blocks:
             del block.forward  # back to the class's forward
-
-
-def _compiled(model: nn.Module) -> Callable[..., Any]:
-    """The model under torch.compile with an activation memory budget of 0.5."""
-    from torch._functorch import config
-
-    compiled = torch.compile(model)
-
-    def run(*inputs: Any, **named: Any) -> Any:
-        with config.patch(activation_memory_budget=0.5):
-            return compiled(*inputs, **named)
-
-    return run
