@@ -61,12 +61,23 @@ def run_checks(seed: int = 0) -> Iterator[Check]:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        yield from _batch_norm()
+        yield from _three_ways(
+            "batch norm",
+            BATCH_NORM,
+            lambda x, w, b: _normalized(x, (0, 2, 3)) * _per_channel(w) + _per_channel(b),
+            (8, 3, 20, 20),
+            features=3,
+        )
         for momentum in (0.1, None):
             yield from _running_statistics(momentum)
         yield _untracked()
-        yield from _layer_norm()
-        yield from _conv_batch_norm()
+        yield from _three_ways(
+            "layer norm", LAYER_NORM, lambda x, w, b: _normalized(x, (-1,)) * w + b, (32, 10, 64), features=64
+        )
+        for eps_mode in ("inside", "outside"):
+            layer = nn.ConvBatchNorm2d(2, 3, 3, padding=1, eps=1e-3, eps_mode=eps_mode, dtype=torch.float64)
+            yield _gradcheck(f"conv-BN gradcheck, eps {eps_mode}", layer, torch.rand(2, 2, 4, 4).double())
+        yield from _fused_against_unfused()
 
 
 def _within(name: str, ours: Tensor, torchs: Tensor, exact: Tensor) -> Check:
@@ -92,9 +103,10 @@ def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tupl
 
 
 def _three_ways(
-    name: str, both: OursAndTorchs, formula: Callable[..., Tensor], inputs: Sequence[Tensor]
+    name: str, both: OursAndTorchs, formula: Callable[..., Tensor], shape: tuple[int, ...], features: int
 ) -> Iterator[Check]:
     """Check output and gradients of (x, weight, bias), ours and torch's, against the formula in float64."""
+    inputs = torch.randn(shape), torch.rand(features) + 0.5, torch.randn(features)
     dy = torch.randn_like(inputs[0])
     leaves = [v.requires_grad_() for v in inputs]
     exact = with_gradients(formula, [v.detach().double().requires_grad_() for v in inputs], dy)
@@ -111,15 +123,6 @@ def _normalized(x: Tensor, dims: Sequence[int], eps: float = 1e-5) -> Tensor:
 
 def _per_channel(v: Tensor) -> Tensor:
     return v[:, None, None]
-
-
-def _batch_norm() -> Iterator[Check]:
-    yield from _three_ways(
-        "batch norm",
-        BATCH_NORM,
-        lambda x, w, b: _normalized(x, (0, 2, 3)) * _per_channel(w) + _per_channel(b),
-        (torch.randn(8, 3, 20, 20), torch.rand(3) + 0.5, torch.randn(3)),
-    )
 
 
 def _running_statistics(momentum: float | None) -> Iterator[Check]:
@@ -148,22 +151,6 @@ def _untracked() -> Check:
     torchs = torch.nn.BatchNorm2d(3, track_running_stats=False).eval()(x)
     exact = _normalized(x.double(), (0, 2, 3))
     return _within("evaluation, track_running_stats=False", ours, torchs, exact)
-
-
-def _layer_norm() -> Iterator[Check]:
-    yield from _three_ways(
-        "layer norm",
-        LAYER_NORM,
-        lambda x, w, b: _normalized(x, (-1,)) * w + b,
-        (torch.randn(32, 10, 64), torch.rand(64) + 0.5, torch.randn(64)),
-    )
-
-
-def _conv_batch_norm() -> Iterator[Check]:
-    for eps_mode in ("inside", "outside"):
-        layer = nn.ConvBatchNorm2d(2, 3, 3, padding=1, eps=1e-3, eps_mode=eps_mode, dtype=torch.float64)
-        yield _gradcheck(f"conv-BN gradcheck, eps {eps_mode}", layer, torch.rand(2, 2, 4, 4).double())
-    yield from _fused_against_unfused()
 
 
 def _gradcheck(name: str, layer: torch.nn.Module, x: Tensor) -> Check:

@@ -107,8 +107,7 @@ def line_figure(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *, steps: bool = False
 ) -> Any:
     """Named lines (xs, ys) in one plot: points at integer x, or with `steps` a staircase."""
-    go = _graph_objects()
-    figure = go.Figure()
+    figure = _empty_figure()
     for i, (name, (xs, ys)) in enumerate(lines.items()):
         # the first line is wider, so that it shows under the others
         width = 1.6 if steps else 2.5 if i else 6
@@ -136,8 +135,7 @@ def bar_figure(
     bars: Mapping[str, Sequence[float | None]], groups: Sequence[str], y: str, *, written: bool = True
 ) -> Any:
     """Named bars side by side, none for None, names below; with `written`, values above the bars."""
-    go = _graph_objects()
-    figure = go.Figure()
+    figure = _empty_figure()
     for i, (name, values) in enumerate(bars.items()):
         figure.add_bar(
             name=name,
@@ -175,11 +173,11 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     return figure
 
 
-def _graph_objects() -> Any:
+def _empty_figure() -> Any:
     require_page()
-    import plotly.graph_objects
+    from plotly.graph_objects import Figure
 
-    return plotly.graph_objects
+    return Figure()
 
 
 def _plotly_script() -> str:

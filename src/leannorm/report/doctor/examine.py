@@ -169,7 +169,7 @@ class Common:
 
 
 def _of_some(several: list[tuple[Found, int]], ranks: int) -> Found:
-    """The largest of one fault's findings, each with its rank; says on which ranks it is, where not on all."""
+    """The largest of one fault's findings, each with its rank; says on which ranks, where not on all."""
     one = max((one for one, _ in several), key=_size)
     if len(several) == ranks:
         return one
