@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from math import isfinite, sqrt
 from typing import Any
 
 import torch.distributed as dist
@@ -137,7 +137,7 @@ def _wrong(
         return "it shares with no other rank, and is batch norm of each rank's own samples", "error"
     inside = sorted((batch, n) for n in group if n in seen and (batch := ranks[n].batch) is not None)
     twins = [(a, b) for (one, a), (other, b) in pairwise(inside) if one == other]
-    same = [pair for pair in twins if _near(seen[pair[0]], seen[pair[1]])]
+    same = [(a, b) for a, b in twins if math.dist(seen[a], seen[b]) <= TWIN * math.hypot(*seen[a])]
     if same and (outside or len(batches) > 1):
         apart = f"; data-parallel are the {ranks_in_words(parallel)}" if outside else ""
         return f"{ranks_in_words([*same[0]])} have the same samples, which count twice{apart}", "error"
@@ -147,10 +147,6 @@ def _wrong(
             "samples, cut in space, their statistics do not belong together (with batches that is seen)"
         ), "warning"
     return None
-
-
-def _near(one: list[float], other: list[float]) -> bool:
-    return _length(_minus(one, other)) <= TWIN * _length(one)
 
 
 def _members(words: str, host: str, ranks: Iterable[Rank]) -> list[int]:
@@ -199,7 +195,7 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: s
                 path, _, own = name.rpartition(".")
                 sizes = [held.norm for _, held in told]
                 apart = (max(sizes) - min(sizes)) / max(*sizes, 1e-30)
-                apart = apart if isfinite(apart) else 1.0
+                apart = apart if math.isfinite(apart) else 1.0
                 by = _sides([(n, held.digest) for n, held in told], _sizes(held for _, held in told))
                 layers.setdefault(path, []).append((own, by, apart, told[0][1].known or path in norms))
                 break
@@ -227,7 +223,7 @@ def partial_gradients(subject: Subject) -> Iterator[Found]:
             first, others = sums.get(_summing(rank), (rank.number, [0.0] * len(values)))
             sums[_summing(rank)] = first, [a + b for a, b in zip(values, others, strict=True)]
             path = name.rpartition(".")[0]
-            largest[path] = max(largest.get(path, 0.0), _length(values))
+            largest[path] = max(largest.get(path, 0.0), math.hypot(*values))
     for name, parts in told.items():
         path, _, own = name.rpartition(".")
         for copies in parts.values():
@@ -238,7 +234,7 @@ def partial_gradients(subject: Subject) -> Iterator[Found]:
 
 
 def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: float) -> Found | None:
-    lost = [number for number, values in copies if not isfinite(_length(values))]
+    lost = [number for number, values in copies if not math.isfinite(math.hypot(*values))]
     if lost:
         return Found(
             path or "(model)",
@@ -249,31 +245,23 @@ def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: 
             "warning",
         )
     first = copies[0][1]
-    size = max(_length(values) for _, values in copies)
-    apart = max(_length(_minus(values, first)) for _, values in copies)
+    size = max(math.hypot(*values) for _, values in copies)
+    apart = max(math.dist(values, first) for _, values in copies)
     if size <= least or apart <= SAME * size:
         return None
     whole = [sum(column) for column in zip(*(values for _, values in copies), strict=True)]
-    each = ", ".join(f"{_length(values):.3g}" for _, values in copies[:4])
-    off = max(_length(_minus(values, whole)) for _, values in copies) / max(_length(whole), 1e-30)
+    each = ", ".join(f"{math.hypot(*values):.3g}" for _, values in copies[:4])
+    off = max(math.dist(values, whole) for _, values in copies) / max(math.hypot(*whole), 1e-30)
     return Found(
         path or "(model)",
         f"off by {off:.2g} of the sum",
         f"the gradient of {own} on {ranks_in_words([n for n, _ in copies])} has the size {each}, the sum "
-        f"{_length(whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and the "
-        "copies part",
+        f"{math.hypot(*whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and "
+        "the copies part",
         f"sum {layer(path)}.{own}.grad over these ranks after the backward pass (Megatron-LM: "
         "sequence_parallel=True on the weight; torch: SequenceParallel)",
         off,
     )
-
-
-def _length(values: Sequence[float]) -> float:
-    return sqrt(sum(v * v for v in values))
-
-
-def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x - y for x, y in zip(a, b, strict=True)]
 
 
 def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, str] | None = None) -> str:
