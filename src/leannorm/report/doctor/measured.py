@@ -10,7 +10,7 @@ from leannorm.report.doctor.findings import LEAST_GAP
 from leannorm.report.doctor.observe import Seen
 from leannorm.report.doctor.running import distance
 from leannorm.report.doctor.settings import SHARE
-from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
+from leannorm.report.doctor.subject import Found, Subject, check, layer, running_of
 
 HANDFUL = 8
 SAMPLING, AMPLIFIED = 3.0, 20.0
@@ -25,13 +25,12 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
 
     m and s are mean and standard deviation of the batches, M and S the running ones; eps is in s and in S.
     """
-    running = [values_of(t) for t in (norm.mean, norm.var) if t is not None]
-    if norm.kind not in ("batch", "frozen") or len(running) < 2 or seen.mean is None or seen.std is None:
+    if norm.kind not in ("batch", "frozen") or seen.mean is None or seen.std is None or seen.pooled < 2:
         return None
-    mean, var = running
-    if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
+    running = running_of(norm)
+    if running is None or running[0].shape != seen.mean.shape:
         return None
-    return distance(seen.mean, seen.std, mean.double().cpu(), var.double().cpu(), norm.eps or 0.0)
+    return distance(seen.mean, seen.std, *running, norm.eps or 0.0)
 
 
 def least_gap(seen: Seen) -> float:

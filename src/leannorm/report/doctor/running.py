@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from leannorm._batch import unwrapped
-from leannorm._catalog import norms_of
+from leannorm._catalog import Norm, norms_of
 from leannorm.report.doctor.findings import LEAST_GAP
-from leannorm.report.doctor.subject import Found, Subject, check, child_of, initial, layer, values_of
+from leannorm.report.doctor.subject import Found, Subject, check, initial, layer, running_of, values_of
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_MOMENTUM = 0.5
@@ -22,7 +22,7 @@ def nonfinite_statistics(subject: Subject) -> Iterator[Found]:
     for norm in subject.norms:
         bad = 0
         for part, below in ((norm.mean, float("-inf")), (norm.var, 0.0)):
-            values = None if part is None else values_of(part)
+            values = values_of(part)
             if values is not None:
                 bad += int((~torch.isfinite(values) | (values < below)).sum())
         if bad:
@@ -65,15 +65,20 @@ def never_updated_statistics(subject: Subject) -> Iterator[Found]:
             yield Found("(model)", len(tracked), consequence, remedy)
         return
     moved = [place for place, norm in enumerate(tracked) if norm.name not in subject.untouched]
-    begun = {child_of(tracked[place]) for place in moved}
+    begun = {_child_of(tracked[place]) for place in moved}
     for place, norm in enumerate(tracked):
         new = (
             place > max(moved, default=-1)
-            and child_of(norm) not in begun
+            and _child_of(norm) not in begun
             and norm.name not in subject.learned
         )
         if norm.name in subject.untouched and not (new and subject.training):
             yield Found(norm.name, 0, consequence, remedy)
+
+
+def _child_of(norm: Norm) -> str:
+    """The child of the model that it stands in; nothing for a norm of the model itself."""
+    return norm.name.split(".")[0] if "." in norm.name else ""
 
 
 @check("warning", "Running statistics in 16 bits")
@@ -133,13 +138,10 @@ def averaged_buffers(subject: Subject) -> Iterator[Found]:
         other = followers.get(names.get(id(norm.module), "") or norm.name)
         if other is None or not norm.tracks or initial(norm):
             continue
-        told = [None if t is None else values_of(t) for t in (norm.mean, norm.var, other.mean, other.var)]
-        mean, var, mean_there, var_there = (None if t is None else t.double().cpu() for t in told)
-        if mean is None or var is None or mean_there is None or var_there is None:
+        here, there = running_of(norm), running_of(other)
+        if here is None or there is None or here[0].shape != there[0].shape:
             continue
-        if mean.shape != mean_there.shape:
-            continue
-        gap = distance(mean, var.sqrt(), mean_there, var_there, norm.eps or 0.0)[0]
+        gap = distance(here[0], here[1].sqrt(), *there, norm.eps or 0.0)[0]
         behind = norm.batches is None or other.batches is None or bool(other.batches < norm.batches)
         made = initial(other)
         if made or (behind and gap > LEAST_GAP):

@@ -129,7 +129,7 @@ def weight_decay(subject: Subject) -> Iterator[Found]:
 def gamma_zero(subject: Subject) -> Iterator[Found]:
     """Channels that gamma has switched off in a trained model; a new model may begin with gamma at 0."""
     for norm in subject.norms:
-        gamma = None if norm.gamma is None else values_of(norm.gamma)
+        gamma = values_of(norm.gamma)
         if gamma is None:
             continue
         zeros = int((gamma == 0).sum())

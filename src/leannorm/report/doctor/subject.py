@@ -132,9 +132,9 @@ def layer(name: str) -> str:
     return "model" if name in ("", "(model)") else f'model.get_submodule("{name}")'
 
 
-def values_of(tensor: Tensor) -> Tensor | None:
+def values_of(tensor: Tensor | None) -> Tensor | None:
     """A tensor's values on this rank, detached; None where there are none to read (meta, fake, lazy)."""
-    if is_lazy(tensor):
+    if tensor is None or is_lazy(tensor):
         return None
     local = tensor.detach()
     if hasattr(local, "to_local"):
@@ -144,15 +144,18 @@ def values_of(tensor: Tensor) -> Tensor | None:
     return local
 
 
+def running_of(norm: Norm) -> tuple[Tensor, Tensor] | None:
+    """A norm's running mean and variance on this rank, float64 on the CPU; None where it has none to read."""
+    mean, var = values_of(norm.mean), values_of(norm.var)
+    return None if mean is None or var is None else (mean.cpu().double(), var.cpu().double())
+
+
 def initial(norm: Norm) -> bool:
     """Are its running statistics those that it was made with: mean 0, variance 1, no batch counted?"""
-    mean, var = (None if t is None else values_of(t) for t in (norm.mean, norm.var))
-    if mean is None or var is None:
+    running, batches = running_of(norm), values_of(norm.batches)
+    if running is None or (batches is not None and bool(batches != 0)):
         return False
-    counted = None if norm.batches is None else values_of(norm.batches)
-    if counted is not None and bool(counted != 0):
-        return False
-    return bool((mean == 0).all()) and bool((var == 1).all())
+    return bool((running[0] == 0).all()) and bool((running[1] == 1).all())
 
 
 def learned(norm: Norm) -> bool:
@@ -160,11 +163,5 @@ def learned(norm: Norm) -> bool:
 
     Not gamma beside beta: some models begin with gamma at random.
     """
-    part = norm.weight if norm.bias is None else norm.bias
-    values = None if part is None else values_of(part)
+    values = values_of(norm.weight if norm.bias is None else norm.bias)
     return values is not None and bool((values != values.flatten()[0]).any())
-
-
-def child_of(norm: Norm) -> str:
-    """The child of the model that it stands in; nothing for a norm of the model itself."""
-    return norm.name.split(".")[0] if "." in norm.name else ""
