@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -80,18 +80,13 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
         at_work.pop()
 
     enter.sees_nothing = leave.sees_nothing = True  # type: ignore[attr-defined]  # allows fused calls
-    handles = [
-        handle
-        for module in names
-        for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
-    ]
     layers: list[LayerBytes] = []
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(enter))
+            hooks.enter_context(module.register_forward_hook(leave))
         yield layers
         credit()
-    finally:
-        for handle in handles:
-            handle.remove()
     layers += [
         LayerBytes(name or "(model)", type(module).__name__, *sums[module])
         for module, name in names.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any
@@ -75,17 +75,12 @@ class Seen:
 
 def first_batches(batches: Any, model: Module) -> list[Any]:
     """One batch, or the first of several; generators of a loader stay as they are."""
-    holders = (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
-    generators = [
-        g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)
-    ]
-    states = [g.get_state() for g in generators]
-    try:
-        with random_state(model):
-            return list(islice(batches_of(batches), MOST_BATCHES))
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    with random_state(model), ExitStack() as stack:
+        for holder in (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                stack.callback(generator.set_state, generator.get_state())
+        return list(islice(batches_of(batches), MOST_BATCHES))
 
 
 def observe(
@@ -151,19 +146,15 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
 
         return before
 
-    handles = []
-    try:
+    with ExitStack() as hooks:
         for norm in norms:
             for module in watched(norm):
-                handles.append(module.register_forward_pre_hook(watch(norm), with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(watch(norm), with_kwargs=True))
             for parent, _, _ in norm.parents:
                 for child in parent.children():
                     if isinstance(child, (_ConvNd, Linear)) and child.bias is not None:
-                        handles.append(child.register_forward_hook(after))
+                        hooks.enter_context(child.register_forward_hook(after))
         yield begin
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _add(one: Seen, norm: Norm, x: Tensor) -> None:
