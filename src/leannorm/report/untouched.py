@@ -123,9 +123,11 @@ def random_state(model: Module) -> Iterator[None]:
 def _generators(module: Module) -> Iterator[Callable[[], object]]:
     """What puts back the generators that are attributes of the module."""
     for held in vars(module).values():
-        if isinstance(held, (torch.Generator, np.random.RandomState)):
+        if isinstance(held, torch.Generator):
             yield partial(held.set_state, held.get_state())
         elif isinstance(held, random.Random):
             yield partial(held.setstate, held.getstate())
+        elif isinstance(held, np.random.RandomState):
+            yield partial(held.set_state, held.get_state())
         elif isinstance(held, np.random.Generator):
             yield partial(setattr, held.bit_generator, "state", held.bit_generator.state)

@@ -78,7 +78,7 @@ class Meeting:
             raise SyncError(answer["error"])
         return answer["decided"]
 
-    def _wait(self, store: dist.Store) -> None:
+    def _wait(self, store: Any) -> None:
         """Until there is an answer; raises torch's error where none comes in time."""
         left = self._seconds
         if left > _PATIENCE:
@@ -116,11 +116,11 @@ class Meeting:
                 "often rank 0, has probably died"
             ) from error
 
-    def _begin(self) -> dist.Store:
+    def _begin(self) -> Any:
         self._step += 1
         return dist.distributed_c10d.PrefixStore(str(self._step), self._store)
 
-    def _answer(self, store: dist.Store, mine: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _answer(self, store: Any, mine: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer of this step: the first that a rank gave. The store's keeper stays until all know it."""
         if mine is not None:
             store.compare_set("answer", "", json.dumps(mine))
@@ -133,7 +133,7 @@ class Meeting:
                 time.sleep(_POLL)
         return answer
 
-    def _presided(self, store: dist.Store, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    def _presided(self, store: Any, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         start = time.monotonic()
         deadline, patient = start + self._seconds, True
         missing = self._missing(store, range(len(self.ranks)))
@@ -153,7 +153,7 @@ class Meeting:
         except SyncError as error:
             return {"error": str(error)}
 
-    def _missing(self, store: dist.Store, places: Iterable[int]) -> list[int]:
+    def _missing(self, store: Any, places: Iterable[int]) -> list[int]:
         return [place for place in places if not store.check([f"of/{place}"])]
 
     def _late(self, missing: list[int]) -> dict[str, Any]:
