@@ -18,35 +18,19 @@ from leannorm.program.memory import written_by
 
 def readers(graph: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:
     """The nodes that compute something from an input that is edited by the graph or right after it."""
-    edited = set(_edited(graph, num_fwd_outputs))
-    found: set[fx.Node] = set()
-    left = list(edited)
-    seen = set(edited)
-    while left:
-        for user in left.pop().users:
-            if user.op == "output" or user in seen:
-                continue
-            seen.add(user)
-            if operators.kind(user) == "view":
-                left.append(user)
-            else:
-                found.add(user)
-    return found
+    edited = set(_edited(graph, num_fwd_outputs))  # with their views
+    for node in graph.nodes:
+        if not edited.isdisjoint(node.all_input_nodes) and operators.kind(node) == "view":
+            edited.add(node)
+    return {user for node in edited for user in node.users if user.op != "output"} - edited
 
 
 def _edited(graph: fx.Graph, num_fwd_outputs: int) -> Iterator[fx.Node]:
     for node in graph.nodes:
         for argument in written_by(node):
-            yield _source(argument)
-    output = next(iter(graph.find_nodes(op="output")))
-    named: Collection[Any] = output.meta.get("desc") or ()
+            yield operators.behind_views(argument)
+    named: Collection[Any] = graph.output_node().meta.get("desc") or ()
     mutated = {getattr(d, "mutated_input", None) for d in list(named)[:num_fwd_outputs]} - {None}
     for node in graph.find_nodes(op="placeholder"):
         if node.meta.get("desc") in mutated:
             yield node
-
-
-def _source(node: fx.Node) -> fx.Node:
-    while operators.kind(node) == "view" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node

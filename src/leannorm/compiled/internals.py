@@ -49,18 +49,18 @@ def _imported(module: str) -> Any:
 
 def partitioner_class() -> type[Any]:
     """The class that inductor asks a partition function to be of."""
-    found: type[Any] = _imported(_PASSES).CustomPartitionerFn
-    return found
+    cls: type[Any] = _imported(_PASSES).CustomPartitionerFn
+    return cls
 
 
 def partition(
     module: fx.GraphModule, inputs: Any, arguments: dict[str, Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Torch's own partition."""
-    found: tuple[fx.GraphModule, fx.GraphModule] = _imported(
+    parts: tuple[fx.GraphModule, fx.GraphModule] = _imported(
         _PARTITIONERS
     ).min_cut_rematerialization_partition(module, inputs, **arguments)
-    return found
+    return parts
 
 
 def without_bans() -> AbstractContextManager[Any]:
@@ -93,8 +93,8 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 def mode_options(mode: str) -> dict[str, Any]:
     """Inductor's options for a mode of `torch.compile`. Raises RuntimeError for an unknown mode."""
-    found: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
-    return found
+    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
+    return options
 
 
 def changes_layout(module: fx.GraphModule) -> bool:

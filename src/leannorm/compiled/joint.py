@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from leannorm.compiled import operators
@@ -48,7 +50,7 @@ class Joint(NamedTuple):
         """What happens if these nodes are saved."""
         known = {node.name: node for node in self.kinds}
         index = {node: i for i, node in enumerate(self.nodes)}
-        saved = {behind_views(known[name], self.kinds) for name in names if name in known}
+        saved = {operators.behind_views(known[name]) for name in names if name in known}
         values = list(self.step.values)
         for i, nbytes in self.kept.items():
             if self.nodes[i] in saved:
@@ -57,26 +59,6 @@ class Joint(NamedTuple):
             i for i, v in enumerate(values) if v.seconds is None
         }
         return outcome(self.step._replace(values=values), frozenset(range(len(values))) - kept)
-
-
-def outputs(graph: fx.Graph) -> list[object]:
-    """All that a graph returns, one after the other."""
-
-    def leaves(args: object) -> Iterator[object]:
-        if isinstance(args, (list, tuple)):
-            for a in args:
-                yield from leaves(a)
-        else:
-            yield args
-
-    return list(leaves(next(iter(graph.find_nodes(op="output"))).args))
-
-
-def behind_views(node: fx.Node, kinds: dict[fx.Node, str]) -> fx.Node:
-    """The node whose memory a view shows."""
-    while kinds.get(node) == "view" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 class Reader:
@@ -88,7 +70,7 @@ class Reader:
         """`channels_last`: will the compiler lay out convolutions so?"""
         self.rates, self.channels_last = rates, channels_last
         self.nodes = [n for n in graph.nodes if n.op != "output"]
-        returned = outputs(graph)
+        returned = tree_leaves(graph.output_node().args)
         self.outputs = {n for n in returned[:num_fwd_outputs] if isinstance(n, fx.Node)}
         self.gradients = [n for n in returned[num_fwd_outputs:] if isinstance(n, fx.Node)]
         self.kinds = {n: operators.kind(n) for n in self.nodes}
@@ -112,26 +94,24 @@ class Reader:
 
     def _backward(self) -> set[fx.Node]:
         """What depends on incoming gradients."""
-        found: set[fx.Node] = set()
+        backward: set[fx.Node] = set()
         for node in self.nodes:
             if node.op == "placeholder":
                 if any(word in str(node.target) for word in ("tangents", "bwd_", "backward_state")):
-                    found.add(node)
-            elif node.meta.get("partitioner_tag") == "must_be_in_backward" or not found.isdisjoint(
+                    backward.add(node)
+            elif node.meta.get("partitioner_tag") == "must_be_in_backward" or not backward.isdisjoint(
                 node.all_input_nodes
             ):
-                found.add(node)
-        return found
+                backward.add(node)
+        return backward
 
     def _ancestors(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        left = list(nodes)
-        while left:
-            node = left.pop()
-            if node not in found and node not in self.backward:
-                found.add(node)
-                left += node.all_input_nodes
-        return found
+        """These nodes and all that they are made of, in the forward pass."""
+        ancestors = set(nodes) - self.backward
+        for node in reversed(self.nodes):
+            if node in ancestors:
+                ancestors.update(n for n in node.all_input_nodes if n not in self.backward)
+        return ancestors
 
     def _laid_out_anew(self) -> Iterator[fx.Node]:
         """Weights and inputs of convolutions in another layout: the compiler saves a copy of each."""
@@ -159,27 +139,24 @@ class Reader:
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
         """Its users, through views."""
-        found, left = [], list(node.users)
+        readers, left = [], list(node.users)
         while left:
             user = left.pop()
             if self.kinds.get(user) == "view" and user.users:
                 left += list(user.users)
             else:
-                found.append(user)
-        return found
+                readers.append(user)
+        return readers
 
     def joint(self, pinned: Collection[fx.Node]) -> Joint:
         """The step, and what its values are. `pinned`: nodes that may not run again."""
         reads = self._reads()
         significant = self._significant(n for r in reads for n in r)
         shows = self._shown(significant)
-        wanted: set[fx.Node] = set()
-        left = [v for r in reads for n in r for v in shows[n]]
-        while left:
-            node = left.pop()
-            if node not in wanted:
-                wanted.add(node)
-                left += [v for n in node.all_input_nodes for v in shows[n]]
+        wanted = {v for r in reads for n in r for v in shows[n]}
+        for node in reversed(self.nodes):
+            if node in wanted:
+                wanted.update(v for n in node.all_input_nodes for v in shows[n])
         nodes = [n for n in self.nodes if n in wanted]
         index = {n: i for i, n in enumerate(nodes)}
 
@@ -223,10 +200,11 @@ class Reader:
             through[node] = read if node in self.backward and node not in self.stored else (node,)
             if node in self.backward:
                 reads[node] = list(read)
-        found = [reads[n] for n in self.runs[1]]
-        if found:
-            found[-1] = list(dict.fromkeys([*found[-1], *(r for n in self.gradients for r in through[n])]))
-        return found
+        moments = [reads[n] for n in self.runs[1]]
+        if moments:
+            returned = (r for n in self.gradients for r in through[n])
+            moments[-1] = list(dict.fromkeys([*moments[-1], *returned]))
+        return moments
 
     def _significant(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """The nodes large enough to be planned, and those that a user's checkpoint runs again."""
@@ -340,8 +318,4 @@ class Reader:
             working = operators.working_bytes(node, channels_last=self.channels_last)
             change[moment] += working
             change[moment + 1] -= working
-        total, found = 0, []
-        for difference in change[: self.end]:
-            total += difference
-            found.append(total)
-        return found, writes
+        return list(accumulate(change[: self.end])), writes

@@ -134,6 +134,13 @@ def _drops_out(node: fx.Node) -> bool:
     return of_operator and bool(arguments(node).get("dropout_p", 0.0) != 0.0)
 
 
+def behind_views(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while kind(node) == "view" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def operations(node: fx.Node) -> int:
     """Multiplications and additions of a product."""
     inputs = [shape(t) for a in node.args if isinstance(a, fx.Node) for t in tensors(a)[:1]]

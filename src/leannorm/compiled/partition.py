@@ -26,7 +26,7 @@ def partition(
     module: fx.GraphModule, inputs: Any, arguments: dict[str, Any], goal: Goal
 ) -> tuple[Modules, Planned]:
     """Forward and backward graph, and what was planned. Torch's own partition is what a failure leaves."""
-    place, reason = internals.place(), None
+    place = internals.place()
     try:
         internals.simplify(module)
         outputs = arguments["num_fwd_outputs"]
