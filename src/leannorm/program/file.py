@@ -98,13 +98,13 @@ def _check_parts(archive: zipfile.ZipFile) -> None:
         if json.loads(archive.read(_TEXT)).get("format") == _UNLISTED:
             raise codec.RefusedError(f"the format {_UNLISTED!r}, which had no checksums; this is {_FORMAT!r}")
         raise codec.RefusedError(f"no part {_PARTS}")
-    parts, found = json.loads(archive.read(_PARTS)), _listed(archive)
-    for name in sorted({*parts, *found}):
-        if name not in found:
+    saved, present = json.loads(archive.read(_PARTS)), _listed(archive)
+    for name in sorted({*saved, *present}):
+        if name not in present:
             raise codec.RefusedError(f"no part {name}")
-        if name not in parts:
+        if name not in saved:
             raise codec.RefusedError(f"a part {name!r} that was not saved with it")
-        if parts[name] != found[name]:
+        if saved[name] != present[name]:
             raise codec.RefusedError(
                 f"a part {name} that was changed since it was saved (its checksum differs)"
             )

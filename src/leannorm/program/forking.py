@@ -50,13 +50,13 @@ def fork(
     torch.Size([3, 4])
     """
     _checks.module(model, "fork")
-    given = inputs_of(example_inputs, "example_inputs")
-    named = {**given.kwargs, **(example_kwargs or {})}
+    inputs = inputs_of(example_inputs, "example_inputs")
+    named = {**inputs.kwargs, **(example_kwargs or {})}
     exports = {}
     with _modes_restored(model), _counters_stay_on_the_device(model):
         for branch in (TRAIN, INFER):
             model.train(branch == TRAIN)
-            exports[branch] = export(model, given.args, named, dynamic_shapes)
+            exports[branch] = export(model, inputs.args, named, dynamic_shapes)
     variables: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     variables.update(model.named_buffers(remove_duplicate=False))
     train, infer = exports[TRAIN], exports[INFER]
@@ -102,7 +102,7 @@ declare(
     " Tensor(c!) num_batches_tracked, Tensor? weight, Tensor? bias, float eps) -> Tensor",
     _torchs_cumulative,
     like_first,
-    lambda given: True,
+    lambda arguments: True,
 )
 
 

@@ -17,11 +17,8 @@ from torch.utils import _pytree as pytree
 
 from leannorm.functional.declare import NORMS, written_by_schema
 
-# operators that return their input itself if their argument `train` is False
-_IDENTITIES = {
-    f"aten::{name}": lambda a: not a[2]
-    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-}
+# of (input, p, train): they return the input itself if `train` is False
+_DROPOUTS = {"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"}
 
 
 class GraphMemory:
@@ -29,7 +26,6 @@ class GraphMemory:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._same: dict[int, int] = {}
-        self._graph = graph
         for node in graph.nodes:
             self._unite(s for n in (node, *_aliased(node)) for s in _storages(n))
 
@@ -64,8 +60,8 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return []
-    if target._schema.name in _IDENTITIES:
-        return _nodes(node.args[0]) if _IDENTITIES[target._schema.name](node.args) else []
+    if target._schema.name in _DROPOUTS:
+        return [] if node.args[2] else _nodes(node.args[0])
     views = {s for r in target._schema.returns if r.alias_info for s in r.alias_info.before_set}
     named = arguments(node)
     return [

@@ -24,7 +24,9 @@ class Dependencies:
         for node in self.nodes:
             read = {n.name for n in node.all_input_nodes}
             self.before[node] = set(node.all_input_nodes) | {
-                writer for writer, names in writers if _run_together(writer, node) and names & read
+                writer
+                for writer, names in writers  # neither branch depends on the other's writes
+                if writer.meta["branch"] in (SHARED, node.meta["branch"]) and names & read
             }
             writes = set(node.meta.get("writes", ()))
             if writes:
@@ -54,11 +56,6 @@ class Dependencies:
 def _call(node: fx.Node) -> tuple[str, str] | None:
     """The branch and the module call to which a node belongs."""
     return (node.meta["branch"], node.meta["scopes"][-1]) if node.meta["scopes"] else None
-
-
-def _run_together(writer: fx.Node, reader: fx.Node) -> bool:
-    """Can the reader see the writer's effect? Neither branch depends on the other's writes."""
-    return writer.meta["branch"] in (SHARED, reader.meta["branch"])
 
 
 def subgraph(

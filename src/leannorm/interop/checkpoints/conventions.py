@@ -130,12 +130,7 @@ CONVENTIONS: dict[str, Convention] = {
             rms_eps=1e-5,
             float32_attributes=True,
             names={
-                "batch_norm": {
-                    "weight": ("scale",),
-                    "bias": ("B",),
-                    "running_mean": ("input_mean",),
-                    "running_var": ("input_var",),
-                },
+                **_norm(("scale",), ("B",), "input_mean", "input_var"),
                 "norm": {"weight": ("Scale", "scale"), "bias": ("B", "bias")},
                 "linear": {"weight": ("B",), "bias": ("C",)},
                 "conv": {"weight": ("W",), "bias": ("B",)},

@@ -108,7 +108,7 @@ def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[
         stated = layer["config"]
         settings[name] = {
             ours: float(stated[theirs])
-            for ours, theirs in (("eps", "epsilon"), ("momentum",) * 2)
+            for ours, theirs in (("eps", "epsilon"), ("momentum", "momentum"))
             if theirs in stated
         }
         affine = [leaf for leaf, flag in (("gamma", "scale"), ("beta", "center")) if stated.get(flag, True)]

@@ -76,12 +76,8 @@ def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[
             settings[layer] = {"eps": attributes.get("epsilon", CONVENTIONS["onnx"].eps)}
         if node.op_type == "BatchNormalization":
             settings[layer]["momentum"] = attributes.get("momentum", CONVENTIONS["onnx"].momentum)
-    floats = (
-        onnx.TensorProto.FLOAT,
-        onnx.TensorProto.DOUBLE,
-        onnx.TensorProto.FLOAT16,
-        onnx.TensorProto.BFLOAT16,
-    )
+    types = onnx.TensorProto
+    floats = (types.FLOAT, types.DOUBLE, types.FLOAT16, types.BFLOAT16)
     for proto in model.graph.initializer:
         # integers are shapes and axes, single values constants of the arithmetic
         if proto.name not in used and proto.data_type in floats and any(size > 1 for size in proto.dims):
