@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from leannorm.nn._layer import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.converting.classes import KNOWN, Entry, has_torchs_form, why_not
-from leannorm.transforms.converting.sync import synchronized_class, unsync, why_not_sync
+from leannorm.transforms.converting.sync import synchronized_class, why_not_sync
 from leannorm.transforms.fusing.fuse import find_fusions
 from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_norm import FormulaNorm, formula_class
@@ -108,7 +108,8 @@ def convert(
     left: dict[str, list[str]] = defaultdict(list)
     with _all_or_nothing(model):
         _swap(model, to, process_group, fuse, left)
-    if to == "leannorm" and not left and not any(_is_ours(m) or _is_fused(m) for m in model.modules()):
+    converted = any(_is_ours(m) or hasattr(type(m), "unfused") for m in model.modules())
+    if to == "leannorm" and not left and not converted:
         warnings.warn(
             f"convert found no norm layer in {type(model).__name__} and left it as it is", stacklevel=2
         )
@@ -137,10 +138,6 @@ class Preview(Report):
         yield from (Line(f"{name}: left, {reason}") for name, reason in self.left.items())
 
 
-class _DryRunError(Exception):
-    """Ends a dry run, so that all changes are undone."""
-
-
 def preview(
     model: Module,
     to: str = "leannorm",
@@ -160,7 +157,7 @@ def preview(
     left: dict[str, list[str]] = defaultdict(list)
     names = {name or "the model itself": module for name, module in model.named_modules()}
     before, swapped = {name: type(module) for name, module in names.items()}, {}
-    with suppress(_DryRunError), _all_or_nothing(model):
+    with _all_or_nothing(model, dry_run=True):
         _swap(model, to, process_group, fuse, left)
         for name, module in names.items():
             if type(module) is not before[name]:
@@ -172,7 +169,6 @@ def preview(
                 elif after == before[name].__name__:
                     after = f"{type(module).__module__.split('.')[0]}.nn.{after}"
                 swapped[name] = before[name].__name__, after
-        raise _DryRunError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
 
@@ -276,9 +272,11 @@ def _note(module: Module, attributes: tuple[str, ...]) -> None:
 
 def _stop_sharing(module: Module) -> None:
     """Undo `to="sync"` for one layer, and keep the record of an earlier swap."""
-    gone = unsync(module)
+    module.__class__ = type(module).unsynced  # type: ignore[attr-defined]
+    for name in SHARING:
+        vars(module).pop(name, None)
     earlier: Swapped = vars(module).pop(_SWAPPED)
-    kept = tuple(name for name in earlier.attributes if name not in gone)
+    kept = tuple(name for name in earlier.attributes if name not in SHARING)
     if earlier.cls not in (type(module), TORCHS.get(type(module))):
         vars(module)[_SWAPPED] = Swapped(earlier.cls, kept)
 
@@ -324,24 +322,21 @@ def _sharded_as(cls: type, before: type) -> type:
     return type(f"FSDP{before.__name__}", (made_by, before), own)
 
 
-def _is_fused(module: Module) -> bool:
-    return hasattr(type(module), "unfused")
-
-
 def _is_ours(module: Module) -> bool:
     """Is its class, or a base of it, leannorm's?"""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
 
 
 @contextmanager
-def _all_or_nothing(model: Module) -> Iterator[None]:
-    """On any exception, restore the class and the attributes of every module."""
+def _all_or_nothing(model: Module, dry_run: bool = False) -> Iterator[None]:
+    """After any exception, and after a dry run, restore the class and the attributes of every module."""
     before = [(m, type(m), dict(vars(m))) for m in model.modules()]
+    undo = True
     try:
         yield
-    except BaseException:
-        for module, cls, attributes in before:
+        undo = dry_run
+    finally:
+        for module, cls, attributes in before if undo else ():
             object.__setattr__(module, "__class__", cls)
             vars(module).clear()
             vars(module).update(attributes)
-        raise

@@ -1,4 +1,4 @@
-"""Classes of batch norms that share their statistics over a process group, and the way back."""
+"""Classes of batch norms that share their statistics over a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import nn
 from leannorm._catalog import OURS
-from leannorm.nn.sync import SHARING, Synchronized
+from leannorm.nn.sync import Synchronized
 from leannorm.transforms.derived import one_a_class, reduced
 
 
@@ -41,9 +41,3 @@ def why_not_sync(module: Module) -> str | None:
         if "forward" in vars(cls) and (code is None or "super" not in code.co_names):
             return f"{type(module).__name__} computes its norm by itself, not by super().forward"
     return None
-
-
-def unsync(module: Module) -> tuple[str, ...]:
-    """Undo `synchronized_class` for a layer; returns the names of the attributes that were deleted."""
-    module.__class__ = type(module).unsynced  # type: ignore[attr-defined]
-    return tuple(name for name in SHARING if vars(module).pop(name, SHARING) is not SHARING)

@@ -49,7 +49,7 @@ def decided(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Decided, .
             watch.read_source()
         except Exception as error:  # raised by the model; what was recorded before it is kept
             watch.add(type(model).__name__, "all later tests", f"{type(error).__name__}: {error}")
-    return tuple(Decided(*where, "; ".join(values)) for where, values in watch.found.items())
+    return tuple(Decided(*where, "; ".join(values)) for where, values in watch.decided.items())
 
 
 class _Watch(TorchFunctionMode):
@@ -57,10 +57,10 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.found: dict[tuple[str, str], dict[str, None]] = {}
+        self.decided: dict[tuple[str, str], dict[str, None]] = {}
         self._own = {id(t) for t in (*model.parameters(), *model.buffers())}
         self._before = {id(m): dict(vars(m)) for m in model.modules()}
-        self._ran: dict[tuple[CodeType, type], tuple[dict[str, Any], Any]] = {}
+        self._ran: dict[tuple[CodeType, type], tuple[dict[str, Any], torch.nn.Module | None]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: Any = sys._getframe(1)
@@ -96,7 +96,7 @@ class _Watch(TorchFunctionMode):
             self.add(_place(frame.f_code, test[0]), test[1], value)
 
     def add(self, place: str, test: str, value: str) -> None:
-        self.found.setdefault((place, test), {})[value] = None
+        self.decided.setdefault((place, test), {})[value] = None
 
     def _remember(self, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code is not decided.__code__:
@@ -188,7 +188,7 @@ def _is_models(frame: FrameType) -> bool:
     return "__name__" in frame.f_globals and not frame.f_code.co_filename.startswith(_OPERATORS)
 
 
-def _self(frame: FrameType) -> Any:
+def _self(frame: FrameType) -> torch.nn.Module | None:
     """The torch module whose method runs in the frame; None if it is no such method."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

@@ -176,7 +176,7 @@ def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool
     if not verify:
         return report
     if inputs is None:
-        inputs = tuple(_random(value) for value in exported.example_inputs[0])
+        inputs = pytree.tree_map(_random, exported.example_inputs[0])
     original, result = parts
     return _verified(
         report,
@@ -202,10 +202,8 @@ def _warn_of_nothing(report: FoldReport, model: str) -> None:
 
 
 def _random(value: Any) -> Any:
-    def one(v: Any) -> Any:
-        return torch.randn_like(v) if isinstance(v, Tensor) and v.is_floating_point() else v
-
-    return pytree.tree_map(one, value)
+    """Random numbers like a tensor of floating point; everything else as it is."""
+    return torch.randn_like(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _evaluation_graph(

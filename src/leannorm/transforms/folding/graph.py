@@ -97,9 +97,9 @@ def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     return copied, new
 
 
-def owner(variable: Any) -> str:
-    """The path of the module that has this variable; "" for what is no node of a graph."""
-    return str(variable.target).rpartition(".")[0] if isinstance(variable, fx.Node) else ""
+def owner(variable: fx.Node) -> str:
+    """The path of the module that has this variable."""
+    return str(variable.target).rpartition(".")[0]
 
 
 def all_variables(module: torch.nn.Module) -> dict[str, Tensor]:

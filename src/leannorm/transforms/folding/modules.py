@@ -26,7 +26,7 @@ def fold_modules(
     calls: dict[str, list[Fold]] = {}
     for match in matches:
         calls.setdefault(owner(match.norm.mean), []).append(match)
-    unmatched = {owner(s.norm.args[i]): s.reason for s in skips for i in _statistics(s.norm)}
+    unmatched = {owner(v): s.reason for s in skips for v in _variables(s.norm)}
     folded = []
     for path, own in calls.items():
         reason = unmatched.get(path) or _why_not(model, graph, path, own)
@@ -119,9 +119,9 @@ def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module 
                 parent._modules[name] = (new or torch.nn.Identity()).train(old.training)
 
 
-def _statistics(norm: fx.Node) -> list[int]:
-    """The indices of the running statistics among a norm's arguments."""
-    return [i for i, a in enumerate(norm.args) if isinstance(a, fx.Node) and a.op == "get_attr"][:2]
+def _variables(norm: fx.Node) -> list[fx.Node]:
+    """The first two variables among a norm's arguments."""
+    return [a for a in norm.args if isinstance(a, fx.Node) and a.op == "get_attr"][:2]
 
 
 def _scopes(node: fx.Node) -> list[str]:

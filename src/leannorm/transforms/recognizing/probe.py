@@ -26,25 +26,13 @@ from leannorm.transforms.recognizing.form import LOW, Clues, UnknownFormError, s
 # what autocast of CUDA computes in float32
 _WIDENED = {"pow", "rsqrt", "reciprocal", "native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 _NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
+_DEFAULT_EPS = [torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)]  # of an RMS norm
 _SUMS = {"add", "sub", "rsub"}
 _PRODUCTS = {"mul", "div"}
-# operations without a threshold: two that agree on random values agree on all
-_SMOOTH = {
-    *_NORMS,
-    *_SUMS,
-    "mul",
-    "div",
-    "addcmul",
-    "pow",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "mean",
-    "var",
-    "var_mean",
-}
+_ARITHMETIC = "addcmul pow sqrt rsqrt reciprocal mean var var_mean _to_copy"
 _VIEWS = "clone detach alias view _unsafe_view unsqueeze squeeze expand slice select _reshape_alias permute"
-_SMOOTH |= {*_VIEWS.split(), "transpose", "t", "_to_copy"}
+# operations without a threshold: two that agree on random values agree on all
+_SMOOTH = {*_NORMS, *_SUMS, *_PRODUCTS, *_ARITHMETIC.split(), *_VIEWS.split(), "transpose", "t"}
 # of a gate alone; a product with a sigmoid is a silu
 _GATES = {"sigmoid": ("sigmoid", "silu")} | {n: (n,) for n in ("silu", "relu", "gelu", "mish", "hardswish")}
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
@@ -146,7 +134,7 @@ class _Operations(TorchDispatchMode):
         self.gates: set[int] = set()
         self._know(*inputs, *parameters.values())
         self.gates.update(map(id, inputs[1:]))
-        self.found: dict[str, dict[Any, None]] = {field: {} for field in Clues._fields}
+        self.clues: dict[str, dict[Any, None]] = {field: {} for field in Clues._fields}
 
     def _know(self, *tensors: Tensor) -> None:
         self.known.update((id(t), t) for t in tensors)
@@ -187,12 +175,7 @@ class _Operations(TorchDispatchMode):
         if plain in _SUMS:
             self._note("numbers", *(float(n) for n in args[:2] if isinstance(n, (int, float))))
         elif plain in _NORMS:
-            eps = (
-                [torch.finfo(d).eps for d in (torch.float32, torch.float64)]
-                if args[-1] is None
-                else [args[-1]]
-            )
-            self._note("numbers", *eps)
+            self._note("numbers", *(_DEFAULT_EPS if args[-1] is None else [args[-1]]))
             self._note("groups", *([args[-2]] if plain == "native_group_norm" else []))
         elif plain in _GATES:
             self._note("gates", *(["gelu_tanh"] if kwargs.get("approximate") == "tanh" else _GATES[plain]))
@@ -200,7 +183,7 @@ class _Operations(TorchDispatchMode):
             self._note("parts", outputs[0].shape[-2])
 
     def _note(self, field: str, *values: Any) -> None:
-        self.found[field].update(dict.fromkeys(values))
+        self.clues[field].update(dict.fromkeys(values))
 
 
 class Probe:
@@ -248,14 +231,14 @@ class _Noted:
         if name in state:
             probe.note(name, state[name])
             return state[name]
-        found = getattr(probe.cls, name, Missing)
+        of_class = getattr(probe.cls, name, Missing)
         if name in probe.tensors:  # None
             probe.note(name, None)
             return None
-        if found is Missing or not (callable(found) or isinstance(found, property)):
-            probe.note(name, found)
+        if of_class is Missing or not (callable(of_class) or isinstance(of_class, property)):
+            probe.note(name, of_class)
         elif not (name.startswith("__") and name.endswith("__")):
-            probe.functions[name] = found
+            probe.functions[name] = of_class
         return object.__getattribute__(self, name)
 
     def __getattr__(self, name: str) -> Any:
@@ -301,6 +284,6 @@ def run(probe: Probe, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]
     if written != [t._version for t in (*inputs, *parameters.values())]:
         raise UnknownFormError("it writes into its input, or its own tensors")
     if len(inputs) > 1:
-        operations._note("gates", *([] if operations.found["gates"] else ["identity"]))
-    clues = Clues(*(tuple(operations.found[field]) for field in Clues._fields))
+        operations._note("gates", *([] if operations.clues["gates"] else ["identity"]))
+    clues = Clues(*(tuple(operations.clues[field]) for field in Clues._fields))
     return Run(out, clues, operations.neutral, looks.device)

@@ -6,8 +6,9 @@ import dis
 import inspect
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,8 @@ from leannorm.transforms.recognizing.probe import Probe, shapes
 REPLACED = "its forward is replaced on the layer itself; convert before that is done"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RANKS = (3, 2, 4, 5)
+_SPECIAL = "__init_subclass__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __call__ __new__"
+_SPECIAL += " __getattr__ __getattribute__ __setattr__"
 _HINTS = {"rsqrt", "sqrt", "pow", "var", "var_mean", "layer_norm", "rms_norm", "group_norm", "square"}
 
 Tensors = tuple[tuple[str, torch.Size], ...]  # names and shapes
@@ -70,18 +73,7 @@ def why_not_by_formula(module: Module) -> str | None:
     if module._modules:
         return f"{name_of(cls)} is not known, it has layers of its own"
     own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
-    if type(cls) is not type or own & {
-        "__init_subclass__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__getstate__",
-        "__setstate__",
-        "__call__",
-        "__new__",
-        "__getattr__",
-        "__getattribute__",
-        "__setattr__",
-    }:
+    if type(cls) is not type or own & {*_SPECIAL.split()}:
         return f"{name_of(cls)} is not known, it has special methods that a subclass would change"
     return None
 
@@ -120,11 +112,11 @@ def _by_itself() -> Iterator[None]:
 
 def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
     (inputs, needed), probe = _inputs(cls), Probe(layer, cls, layer.training)
-    sizes = _sizes(probe, tensors)
-    fits = _all_fits(probe, tensors, sizes, inputs, needed)
+    sizes, counts = _sizes(probe, tensors), range(needed, len(inputs) + 1)
+    fits = _fits(probe, tensors, sizes, counts)
     if "training" in probe.reads:
         other = Probe(layer, cls, not layer.training)
-        if _all_fits(other, tensors, sizes, inputs, needed) != fits:
+        if _fits(other, tensors, sizes, counts) != fits:
             raise UnknownFormError("it computes something else in training than in evaluation")
         probe.reads |= other.reads
         probe.functions |= other.functions
@@ -136,7 +128,7 @@ def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
         functions.append((key, function, getattr(function, "__code__", None)))
     constants = tuple(c for _, function, code in functions if code for c in _constants(function))
     reads = tuple(probe.reads.items())
-    return Formula(inputs, reads, tuple(functions), constants, tensors, sizes, "cpu", fits)
+    return Formula(inputs, reads, tuple(functions), constants, tensors, sizes, fits)
 
 
 def _constants(function: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -184,30 +176,19 @@ def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
     return tuple(axes) if axes else None
 
 
-def _all_fits(
-    probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
+def _fits(
+    probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, counts: Iterable[int]
 ) -> dict[Key, Fit]:
-    """What the layer computes of its input alone, and with a gate; raises where it is nothing of ours."""
+    """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32.
+
+    `counts`: of its inputs, the second of which is a gate.
+    """
     fits: dict[Key, Fit] = {}
     reason: UnknownFormError | None = None
-    for count in range(needed, len(inputs) + 1):
-        try:
-            fits |= _fits(probe, tensors, sizes, count)
-        except UnknownFormError as error:
-            reason = reason or error
-    if not fits:
-        assert reason is not None
-        raise reason
-    return fits
-
-
-def _fits(probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, count: int) -> dict[Key, Fit]:
-    """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
-    fits: dict[Key, Fit] = {}
-    reason: UnknownFormError | None = None
-    form: Form | None = None
-    for rank in _RANKS:
+    likely: dict[int, Form] = {}  # by the number of inputs
+    for count, rank in product(counts, _RANKS):
         for shape, axes in shapes(rank, sizes):
+            form = likely.get(count)
             key = _key(rank, count, torch.float32, torch.float32, tensors)
             where = axes if sizes else None
             try:
@@ -218,7 +199,7 @@ def _fits(probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, count: 
             except Exception as error:
                 reason = reason or UnknownFormError(f"it fails on random input ({type(error).__name__})")
                 continue
-            form = fits[key].form
+            form = likely[count] = fits[key].form
             for dtype in _DTYPES:
                 for own in {dtype, torch.float32} if tensors else {dtype}:
                     other = _key(rank, count, dtype, own, tensors)

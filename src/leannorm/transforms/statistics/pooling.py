@@ -49,11 +49,6 @@ def _new_pool(layer: _BatchNorm, of_rank: bool = False) -> Pool:
     return Pool(layer.running_mean.numel(), layer.running_mean.device, of_rank)
 
 
-def _local(tensor: Any) -> Any:
-    """This rank's part of a DTensor: of statistics that every rank has, the whole."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
-
-
 @contextmanager
 def _collecting(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
     """Within it, these layers, of leannorm, add their batches to the pools."""
@@ -108,7 +103,8 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     for layer, pool in ours.items():
         if pool.used:
             buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
-            mean, var, count = map(_local, buffers)
+            # this rank's part of a DTensor: of statistics that every rank has, the whole
+            mean, var, count = (b.to_local() if hasattr(b, "placements") else b for b in buffers)
             running = Running(mean, var, count, layer.momentum)
             update_running_statistics(running, Moments(pool.mean, pool.m2, pool.counts[1]))
 
@@ -272,7 +268,12 @@ class _Inputs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_BatchNorm, Pool]) -> Any:
+def _run(
+    model: Module,
+    batches: Iterable[Any],
+    forward: Callable[[Module, Any], object] | None,
+    pools: Mapping[_BatchNorm, Pool],
+) -> Exception | None:
     """Run the model on all batches, adding to the pools; the exception that ended it, if one did."""
     collecting, run = _inside_convolutions(model), forward or call_for(batches)
     subclasses = [layer for layer in pools if not type(layer).__module__.startswith(("torch.", "leannorm."))]
