@@ -103,26 +103,25 @@ def save(
         values[slot.candidates[0]] = value
     arrays = {key: _array(value, theirs.framework) for key, value in values.items()}
     if path is not None:
-        _write(Path(path), like, theirs, slots, values, arrays)
-    notes = variance_note(slots, factors, theirs, "saved")
-    warn_of(notes)
+        content = _content(Path(path), like, theirs, slots, values, arrays)
+        with replacing(Path(path)) as file:
+            file.write(content)
+    warn_of(variance_note(slots, factors, theirs, "saved"))
     return _tree(arrays, theirs.framework, slots)
 
 
-def _write(
+def _content(
     path: Path,
     like: str | os.PathLike[str] | None,
     theirs: Convention,
     slots: Sequence[Slot],
     values: Mapping[str, Tensor],
     arrays: Mapping[str, Any],
-) -> None:
+) -> bytes:
+    """What the file will hold."""
     if path.suffix in WRITERS:
         pickled = path.suffix == ".pdparams"  # holds arrays of numpy, the others tensors
-        content = WRITERS[path.suffix](_tree(arrays if pickled else values, theirs.framework, slots))
-        with replacing(path) as file:
-            file.write(content)
-        return
+        return WRITERS[path.suffix](_tree(arrays if pickled else values, theirs.framework, slots))
     if path.suffix not in TEMPLATES:
         raise InputError(f"{path} must end in one of {', '.join([*WRITERS, *TEMPLATES])}")
     if like is None or Path(like).suffix != path.suffix:
@@ -147,6 +146,4 @@ def _write(
         raise InputError(
             f"{like} is not of the same network, nothing was written:\n  " + "\n  ".join(problems)
         )
-    content = TEMPLATES[path.suffix](Path(like), filling)
-    with replacing(path) as file:
-        file.write(content)
+    return TEMPLATES[path.suffix](Path(like), filling)
