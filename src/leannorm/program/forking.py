@@ -90,7 +90,9 @@ def _counters_stay_on_the_device(model: torch.nn.Module) -> Iterator[None]:
             del vars(layer)["forward"]
 
 
-def _torchs_cumulative(x: Tensor, mean: Any, var: Any, tracked: Tensor, *affine_and_eps: Any) -> Tensor:
+def _torchs_cumulative(
+    x: Tensor, mean: Tensor | None, var: Tensor | None, tracked: Tensor, *affine_and_eps: Any
+) -> Tensor:
     """A training step of torch's own layer with momentum=None, which reads its counter on the host."""
     weight, bias, eps = affine_and_eps
     tracked.add_(1)

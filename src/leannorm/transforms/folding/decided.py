@@ -206,6 +206,6 @@ def _place(code: CodeType, line: int) -> str:
     return f"{code.co_filename}:{line} in {name.split('.<locals>.<')[0]}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -34,7 +32,7 @@ def is_unobserved(module: Module) -> bool:
     )
 
 
-def is_plain_tensor(value: Any) -> bool:
+def is_plain_tensor(value: object) -> bool:
     """Is it a tensor without `__torch_function__` overrides, its own or of an active mode?"""
     if not isinstance(value, Tensor):
         return False

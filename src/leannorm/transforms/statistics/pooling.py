@@ -279,13 +279,13 @@ def _run(
     subclasses = [layer for layer in pools if not type(layer).__module__.startswith(("torch.", "leannorm."))]
     collecting |= {layer for layer in subclasses if isinstance(layer, Layer)}
 
-    def add(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def add(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")
         # one that the layer will refuse is left to it
-        if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == pools[layer].mean.numel():  # type: ignore[index]
+        if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == pools[layer].mean.numel():
             valid = valid_positions(x, kwargs.get("mask"), kwargs.get("lengths"))
             moments = pick(x).channel_moments(x, mask=None if valid is None else valid.mask)
-            merge_into(pools[layer], moments)  # type: ignore[index]
+            merge_into(pools[layer], moments)
 
     seen = _Inputs(
         {id(layer.running_mean): partial(add, layer) for layer in subclasses if layer not in collecting}
