@@ -21,17 +21,8 @@ def export(
     rewrite: Callable[[fx.GraphModule], torch.nn.Module] | None = None,
 ) -> ExportedProgram:
     """Export the part of the graph that runs one branch, with the model's input and output structure."""
-    used = {n.target: n for n in part.graph.nodes if n.op == "placeholder"}
     graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for i in signature.inputs:  # all inputs, also those that this branch does not use
-        node = graph.placeholder(i.name)
-        if i.name in used:
-            new[used[i.name]] = node
-    for node in part.graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            new[node] = graph.node_copy(node, lambda n: new[n])
-    graph.output(fx.node.map_arg(part.graph.output_node().args[0], lambda n: new[n]))
+    graph.output(graph.graph_copy(part.graph, {}))
     args, kwargs = example(signature)
     names = [f"arg{i}" for i in range(len(args))]
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo([*names, *kwargs], signature.structure, returned)))

@@ -152,13 +152,13 @@ class Program:
     def _run(self, targets: tuple[str, ...], feeds: Mapping[str, Any]) -> dict[str, Any]:
         part = self._part(targets)
         self.signature.check(feeds)
-        inputs = [str(n.target) for n in part.graph.nodes if n.op == "placeholder"]
-        missing = [name for name in inputs if name not in feeds]
+        inputs = {str(n.target): n for n in part.graph.nodes if n.op == "placeholder"}
+        missing = [name for name, node in inputs.items() if node.users and name not in feeds]
         if missing:
             raise InputError(
                 f"the targets {', '.join(targets)} need the input {', '.join(missing)}; feed it too"
             )
-        values = iter(part(*(feeds[name] for name in inputs)))
+        values = iter(part(*map(feeds.get, inputs)))
         branches = {
             t: pytree.tree_unflatten([next(values) for _ in self._results[t]], self._structures[t])
             for t in targets
@@ -173,7 +173,7 @@ class Program:
             results = [v for branch in branches for v in self._results[branch]]
             values = [v for v in results if isinstance(v, fx.Node)]
             nodes = self._dependencies.of([*values, *intermediates], branches)
-            inputs = [n for n in nodes if n.op == "placeholder"]
+            inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
             self._parts[targets] = subgraph(self._root, nodes, inputs, results, intermediates)
         return self._parts[targets]
 

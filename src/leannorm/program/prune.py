@@ -65,7 +65,7 @@ def subgraph(
     results: Sequence[Any],
     intermediates: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """A module that runs `nodes`, takes `inputs` and returns `results` (nodes, or constants).
+    """A module that runs `nodes`, takes all `inputs` and returns `results` (nodes, or constants).
 
     It also returns the `intermediates` with the values that they were computed with: one that a later node
     overwrites is copied before. The results are not copied: they are what the model returns.
