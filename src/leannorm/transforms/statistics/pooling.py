@@ -102,7 +102,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
         yield
     for layer, pool in ours.items():
         if pool.used:
-            buffers = layer.running_mean, layer.running_var, layer.num_batches_tracked
+            buffers: list[Any] = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
             # this rank's part of a DTensor: of statistics that every rank has, the whole
             mean, var, count = (b.to_local() if hasattr(b, "placements") else b for b in buffers)
             running = Running(mean, var, count, layer.momentum)
