@@ -108,10 +108,10 @@ def statistics_of(x: Tensor, mask: Maybe, call: ChannelCall, again: str = "") ->
 
 
 def _forward(
-    x: Tensor, epilogue: Epilogue, mask: Tensor | None, running: Running | None, call: ChannelCall
+    x: Tensor, epilogue: Epilogue, mask: Maybe, running: Running | None, call: ChannelCall, again: str = ""
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The output and its statistics, verb by verb: what one call of a kernel does not do."""
-    mean, m2, rstd, size = statistics_of(x, mask, call)
+    mean, m2, rstd, size = statistics_of(x, mask, call, again)
     y = call.backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
     if running is not None and size is not None:
         call.backend.move_running(running, Moments(mean, m2, size))
@@ -307,13 +307,9 @@ def channel_norm(
             *(backend, act, eps, groups, sharing, zero, running is None, wide_for(weight, bias)),
             *(bias is not None, residual is not None),
         )
-        if in_transform:
-            mean, m2, rstd, size = statistics_of(x, mask, call, "training forward")
-            y = REFERENCE.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if zero else None))
-            if running is not None and size is not None:
-                REFERENCE.move_running(running, Moments(mean, m2, size))
-        elif sharing is None and not recorded(*tensors):
-            y, mean, m2, _, size = _forward(x, epilogue, mask, running, call)
+        if in_transform or (sharing is None and not recorded(*tensors)):
+            again = "training forward" if in_transform else ""
+            y, mean, m2, _, size = _forward(x, epilogue, mask, running, call, again)
         else:
             apply = ChannelNorm.apply if traced() else apply_norm
             made = apply(x, weight, bias, residual, mask, running, call)

@@ -168,8 +168,7 @@ def batch_norm(
             return None
         return _by_own(backend, x, weight, bias, eps, act, 0)
     if sharing is not None and (group := sharing_group(sharing.asked)) is not None:
-        settings: Any = {"eps": eps, "momentum": momentum, "tracks": True}
-        sharing = sharing._replace(group=group, seen=None, **settings)
+        sharing = sharing._replace(group=group, seen=None, eps=eps, momentum=momentum, tracks=True)
         return _by_all(backend, x, weight, bias, act, running, sharing)
     return _by_own(backend, x, weight, bias, eps, act, 0, running)
 

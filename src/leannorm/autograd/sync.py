@@ -56,9 +56,6 @@ class Sharing(NamedTuple):
         statistics = x.shape[0] * self.groups if self.groups else x.shape[1]
         return Call(self.layer, what, statistics, self.timeout, self.debug, *settings)
 
-    def forward_call(self, x: Tensor) -> Call:
-        return self.call("training forward", x)
-
 
 class AddUp(torch.autograd.Function):
     """`add_up`, differentiable any number of times: its gradient adds up over the ranks as well."""
@@ -79,18 +76,19 @@ class AddUp(torch.autograd.Function):
 
 def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; a recompute of a forward pass gets the sums of that pass."""
+    call = sharing.call("training forward", x)
     if sharing.seen is None:
-        return add_up((sums,), count, sharing.group, sharing.forward_call(x))
+        return add_up((sums,), count, sharing.group, call)
     with _disable_current_modes():  # selective checkpointing must see equal operations in both passes
         if not rebuilding():
-            total = add_up((sums,), count, sharing.group, sharing.forward_call(x))
+            total = add_up((sums,), count, sharing.group, call)
             sharing.seen.append(Shared(sums, total.clone()))
             return total
         repeated = _repeated(sharing.seen, sums)
         if repeated is not None:
             return repeated
     raise SyncError(
-        f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
+        f"{call}: a backward pass repeats a forward pass that is not among the last "
         f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
         "deterministic, or run the backward passes sooner"
     )

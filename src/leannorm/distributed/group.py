@@ -188,9 +188,6 @@ class StatisticsGroup:
         """Does the host read each header before it goes on? A device's headers are read later."""
         return device.type == "cpu"
 
-    def _on_host(self, device: torch.device) -> bool:
-        return on_host(self.communicator, device)
-
     def _send(self, total: Tensor) -> Arriving:
         return Arriving(total)
 
@@ -211,7 +208,7 @@ class StatisticsGroup:
             work = self._start(total)
         except RuntimeError as error:
             raise self._break(call, str(error), 0, total.device) from error
-        if wait or call.debug or self._on_host(total.device):
+        if wait or call.debug or on_host(self.communicator, total.device):
             self._wait(work, call, total.device)
         else:
             work.wait()  # orders the streams without blocking the host
@@ -230,7 +227,7 @@ class StatisticsGroup:
     def _wait_once(self, work: Any, call: Call, seconds: float, device: torch.device) -> bool:
         """Wait for at most `seconds`; is the sum complete?"""
         try:
-            return wait_once(work, seconds, self._on_host(device))
+            return wait_once(work, seconds, on_host(self.communicator, device))
         except RuntimeError as error:  # only the first sentence says what happened
             raise self._break(call, str(error).split(". ")[0], 2 * seconds, device) from error
 

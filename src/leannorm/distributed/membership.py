@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -107,8 +108,8 @@ def group_of_words(words: str) -> dist.ProcessGroup | str | None:
     if dist.is_available() and dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
             if dist.get_process_group_ranks(group) == ranks:
-                found: dist.ProcessGroup = group
-                return found
+                same: dist.ProcessGroup = group
+                return same
     raise InputError(
         f"statistics are shared by the ranks {words}, and this process has no group of just those; call "
         f"torch.distributed.init_process_group, and new_group([{words}]) on every rank, before it runs"
@@ -119,8 +120,7 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
     if process_group is None:
         return _world()
     if isinstance(process_group, str):
-        node: dist.ProcessGroup = _node_group()
-        return node
+        return _node_group()
     mesh: Any = process_group
     if hasattr(mesh, "get_coordinate") and mesh.get_coordinate() is not None:
         return group_named(mesh_group(mesh, range(mesh.ndim)))
@@ -168,8 +168,13 @@ def mesh_group(mesh: Any, dims: Sequence[int]) -> str:
 
 def _ranks_along(mesh: Any, dims: Sequence[int]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     """The ranks with this one along these dimensions of a mesh, and the group of all."""
-    across = tuple(slice(None) if i in dims else at for i, at in enumerate(mesh.get_coordinate()))
-    return _world(), tuple(mesh.mesh[across].flatten().tolist())
+    return _world(), _ranks_at(mesh, tuple(mesh.get_coordinate()), tuple(dims))
+
+
+@lru_cache  # a mesh makes the tensor of its ranks anew each time that it is asked
+def _ranks_at(mesh: Any, coordinate: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+    across = tuple(slice(None) if i in dims else at for i, at in enumerate(coordinate))
+    return tuple(mesh.mesh[across].flatten().tolist())
 
 
 mesh_group._dynamo_marked_constant = True  # type: ignore[attr-defined]

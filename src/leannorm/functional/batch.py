@@ -87,8 +87,7 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    others = has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input)
-    if others:
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input):
         values = (
             *(input, running_mean, running_var, weight, bias, training),
             *(momentum, eps, mask, lengths, fill),
@@ -229,8 +228,7 @@ def tracked_batch_norm(
     the running statistics are those of all.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
-    others = has_torch_function_variadic(*tensors) or elsewhere(input)
-    if others:
+    if has_torch_function_variadic(*tensors) or elsewhere(input):
         values = (
             *(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum),
             *(eps, dims, act, residual, sharing, pool, group_size, mask, lengths, fill),

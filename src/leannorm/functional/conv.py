@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Moments, Pool, Running
+from leannorm._types import Epilogue, MaybeTensor, Moments, Pool, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
@@ -95,8 +95,7 @@ def conv_batch_norm(
     torch.Size([2, 5, 8, 8])
     """
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
-    others = has_torch_function_variadic(*tensors) or elsewhere(input)
-    if others:
+    if has_torch_function_variadic(*tensors) or elsewhere(input):
         values = (
             *(input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias),
             *(stride, padding, dilation, groups, padding_mode),
@@ -207,16 +206,11 @@ def _of_shards(
     sharing = cut.merged((0,), "conv_batch_norm", 0.0)
     weight, bias = affine
     y = run.output(parts, (cut.local(weight, VECTOR), cut.local(bias, VECTOR)), local, sharing)
-    for whole, part in zip(running[:2], local[:2], strict=True):
-        cut.write_back(whole, part, VECTOR)
+    cut.write_back(running[:2], local[:2])
     return cut.whole(y, elements)
 
 
-@overload
-def _autocast(v: Tensor, device: str) -> Tensor: ...
-@overload
-def _autocast(v: None, device: str) -> None: ...
-def _autocast(v: Tensor | None, device: str) -> Tensor | None:
+def _autocast(v: MaybeTensor, device: str) -> MaybeTensor:
     """Cast a convolution's operand as autocast does; it leaves float64 alone."""
     return v if v is None or v.dtype == torch.float64 else v.to(torch.get_autocast_dtype(device))
 
@@ -283,8 +277,7 @@ def _convolution(
     )
 
 
-_GEOMETRY = "stride padding padding_name dilation groups padding_mode"
-_OPTIONS = f"{_GEOMETRY} training momentum eps eps_mode".split()
+_OPTIONS = "stride padding padding_name dilation groups padding_mode training momentum eps eps_mode".split()
 
 
 def _run(*given: Any) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,10 +75,9 @@ def gated_rms_norm(
         return gated_norm(input, gate, weight, gating)
     elements = range(input.dim())
     axes = elements, elements, elements[start:]
-    run = partial(_of_shards, gating)
+
+    def run(x: Tensor, gate: Tensor, weight: Tensor | None, mask: None) -> Tensor:
+        return gated_norm(x, gate, weight, gating)
+
     y: Tensor = by_row(run, (input, gate, weight), axes, (start, input.dim()))
     return y
-
-
-def _of_shards(gating: Gating, x: Tensor, gate: Tensor, weight: Tensor | None, mask: None) -> Tensor:
-    return gated_norm(x, gate, weight, gating)

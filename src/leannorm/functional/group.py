@@ -21,7 +21,6 @@ from leannorm.functional.door import call_operator, elsewhere, hand_over, has_su
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.functional.shards import Cut, by_channel, without_channels
 from leannorm.functional.valid import (
-    UNMASKED,
     Lengths,
     Masking,
     exported_at_data,
@@ -124,7 +123,7 @@ def group_norm_act(
 
 
 def _group_norm(
-    input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking = UNMASKED
+    input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking
 ) -> Tensor:
     if exporting():
         if masking[0] is not None or masking[1] is not None:

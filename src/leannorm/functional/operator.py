@@ -165,8 +165,7 @@ def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, how: tuple[Any
     axes = elements, VECTOR, VECTOR, VECTOR, VECTOR
     parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
     made = _batch_norm_op(*parts, cut.local(batch_id, ()), *how, sharing=sharing)
-    for whole, part in zip((mean, var), parts[1:3], strict=True):
-        cut.write_back(whole, part, VECTOR)
+    cut.write_back((mean, var), parts[1:3])
     return [cut.whole(v, of) for v, of in zip(made, axes, strict=False)]
 
 
@@ -203,18 +202,12 @@ def _move(estimate: Tensor, value: Tensor, momentum: float, batch_id: Tensor | N
     estimate.copy_(moved if batch_id is None else torch.where(batch_id == 0, value, moved))
 
 
-def _fake_batch_norm_op(
-    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(estimated_mean), torch.empty_like(estimated_var)
-
-
 declare(
     "batch_norm_op(Tensor x, Tensor(a!) estimated_mean, Tensor(b!) estimated_var, Tensor? scale,"
     " Tensor? bias, Tensor? batch_id, bool is_infer, bool use_global_est, float epsilon, float momentum)"
     " -> (Tensor y, Tensor batch_mean, Tensor batch_var)",
     _batch_norm_op,
-    _fake_batch_norm_op,
+    lambda *arguments: tuple(map(torch.empty_like, arguments[:3])),
     by_batch=lambda given: not given["is_infer"],
     folds=AffineNames("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 )

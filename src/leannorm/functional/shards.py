@@ -130,12 +130,13 @@ class Cut:
             part, self.mesh, self.along(axes)[0], run_check=False, shape=shape, stride=tuple(strides)
         )
 
-    def write_back(self, v: Tensor | None, part: Tensor | None, axes: Axes) -> None:
-        """Store a part that was written to, where it is not the memory of the DTensor itself."""
-        if v is not None and part is not None and v.placements != self.along(axes)[0]:  # type: ignore
-            with torch.no_grad():
-                made = _placed(self.whole(part, axes, v.shape), self.mesh, v.placements)  # type: ignore
-                v.to_local().copy_(made.to_local())  # type: ignore
+    def write_back(self, statistics: Sequence[Any], parts: Sequence[Tensor | None]) -> None:
+        """Store the parts of running statistics that were written to and are not the DTensors' own memory."""
+        for v, part in zip(statistics, parts, strict=True):
+            if v is not None and part is not None and v.placements != self.along(VECTOR)[0]:
+                with torch.no_grad():
+                    made = _placed(self.whole(part, VECTOR, v.shape), self.mesh, v.placements)
+                    v.to_local().copy_(made.to_local())
 
     def merged(self, axes: Collection[int], name: str, eps: float, groups: int = 0) -> Sharing | None:
         """How statistics over these axes are merged; None where no other rank has a part."""
@@ -208,8 +209,7 @@ def by_channel(
     behind = Epilogue(*affine, cut.passed_on(residual, elements), act)
     y = run(cut, cut.local(x, elements), parts, behind, cut.mask(x, masking))
     if moves:
-        cut.write_back(running.mean, parts.mean, VECTOR)
-        cut.write_back(running.var, parts.var, VECTOR)
+        cut.write_back(running[:2], parts[:2])
     return cut.whole(y, elements)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from leannorm._types import Epilogue, Running
 from leannorm.functional.valid import Lengths, Masking, exported_positions
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
 from leannorm.ops.layout import memory_format
@@ -153,8 +154,7 @@ def ada_norm(
     input, branch, gate, scale, shift, weight, bias = tensors
     start, x, dtype = input.dim() - len(tuple(normalized_shape)), input, compute_dtype(input)
     if branch is not None:
-        added = branch.to(dtype) if gate is None else spread(gate, x, start).to(dtype) * branch.to(dtype)
-        x = (x.to(dtype) + added).to(input.dtype)
+        x = REFERENCE.add_gated(x, branch, gate, start)
     wide, shape = x.to(dtype), tuple(normalized_shape)
     weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
     y = F.rms_norm(wide, shape, weight, eps) if rms else F.layer_norm(wide, shape, weight, bias, eps)

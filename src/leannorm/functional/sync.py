@@ -95,8 +95,7 @@ def sync_batch_norm(
     True
     """
     tensors = (input, running_mean, running_var, weight, bias, residual)
-    others = has_torch_function_variadic(*tensors) or type(input) is NestedTensor
-    if others:
+    if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
         values = (
             *(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual),
             *(process_group, timeout, debug_consistency, name, mask, lengths, fill),

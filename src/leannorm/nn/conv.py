@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def _unparametrized_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The module's class, without the subclass that torch's parametrizations make of it."""
-    cls = type(module)
-    return cls.__bases__[0] if is_parametrized(module) else cls
-
-
 def _check_norm(bn: torch.nn.Module, bn_type: type[_BatchNorm]) -> None:
     if type(bn) is not bn_type and type(bn) is not bn_type.__bases__[-1]:
         raise InputError(
@@ -92,18 +86,8 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
         _checks.momentum(momentum)
         convolution: Any = self.conv_type  # torch's type hints differ from 1d to 3d, our signature is one
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.conv = convolution(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-            **place,
-        )
+        sizes = in_channels, out_channels, kernel_size, stride, padding, dilation, groups
+        self.conv = convolution(*sizes, bias, padding_mode, **place)
         self.bn = self.bn_type(
             out_channels, eps, momentum, affine, track_running_stats, **place, stats_dtype=stats_dtype
         )
@@ -113,7 +97,8 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
     def from_pair(cls, conv: _ConvNd, bn: _BatchNorm, eps_mode: str = "inside") -> Self:
         """Join a trained convolution and the batch norm after it; both become the layer's children."""
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
-        if _unparametrized_class(conv) is not cls.conv_type:
+        own_class = type(conv).__bases__[0] if is_parametrized(conv) else type(conv)
+        if own_class is not cls.conv_type:
             raise InputError(
                 f"{cls.__name__} joins a torch.nn.{cls.conv_type.__name__}, got {type(conv).__name__}"
             )

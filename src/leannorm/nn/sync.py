@@ -66,8 +66,10 @@ class Synchronized(SharesStatistics, BatchNormBase):
         return super()._normalize(input, act, residual, masking)
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
-        self._note_evaluation()
-        return super()._fast(input, act)
+        y = super()._fast(input, act)
+        if y is not None:  # else `_normalize` notes it
+            self._note_evaluation()
+        return y
 
     def _note_evaluation(self) -> None:
         """For the other ranks, which may be waiting for this one; without connecting to them."""

@@ -158,11 +158,8 @@ class ChannelVerbs(RunningVerbs):
         if groups < 0:
             assert mask is None
             return self.channel_moments(in_blocks(x, -groups), x.shape[1])
-        plan, dtype, shape = (
-            channel_plan(x.shape, groups),
-            statistics_dtype(x),
-            statistics_shape(x.shape, groups),
-        )
+        plan, shape = channel_plan(x.shape, groups), statistics_shape(x.shape, groups)
+        dtype = statistics_dtype(x)
         count: int | Tensor = plan.outer * plan.inner
         of_each: int | Tensor = count
         if mask is not None:

@@ -19,8 +19,8 @@ from leannorm.ops.precision import compute_dtype, in_dtype
 
 def spread(v: Tensor, x: Tensor, start: int) -> Tensor:
     """v, with an axis of size 1 for each leading axis of x that it lacks."""
-    given = v.dim() - (x.dim() - start)
-    return v.reshape(*v.shape[:given], *(1,) * (start - given), *v.shape[given:])
+    leading = v.dim() - (x.dim() - start)
+    return v.reshape(*v.shape[:leading], *(1,) * (start - leading), *v.shape[leading:])
 
 
 def summed_like(g: Tensor, v: Tensor, start: int) -> Tensor:
@@ -108,11 +108,8 @@ class ModulatedVerbs(RowVerbs):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """dx, dgate, dweight (compute dtype)."""
         x, gate, rstd, weight = kept
-        dtype, activation, rows = (
-            rstd.dtype,
-            ACTIVATIONS[gating.act],
-            Rows(gating.start, x.dim(), gating.eps, True),
-        )
+        dtype, activation = rstd.dtype, ACTIVATIONS[gating.act]
+        rows = Rows(gating.start, x.dim(), gating.eps, True)
         dy, value, z = dy.to(dtype), x.to(dtype), gate.to(dtype)
         opened, slope, mean = activation.forward(z), activation.grad(z), torch.zeros_like(rstd)
         if gating.norm_before_gate:

@@ -135,11 +135,8 @@ class RowVerbs:
         """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None if unwanted, RMS has no bias)."""
         valid = kept.valid
         if valid is not None:
-            dy, dtotal, kept = (
-                of_valid(valid, dy),
-                of_valid(valid, dtotal),
-                kept._replace(x=of_valid(valid, kept.x)),
-            )
+            dy, dtotal = of_valid(valid, dy), of_valid(valid, dtotal)
+            kept = kept._replace(x=of_valid(valid, kept.x))
         dx = self.row_input_grad(dy, dtotal, kept, rows)
         if not want_affine:
             return dx, None, None

@@ -130,14 +130,9 @@ def _calls(operator: str) -> Callable[..., Any]:
     return call
 
 
-def _register() -> None:
-    """Register the kernel of every operator for CUDA."""
-    for operator in _OPERATORS:
-        schema.LIBRARY.impl(operator, imported_by_call(operator), "CUDA")
-
-
 if _UNAVAILABLE is None:
-    _register()
+    for _operator in _OPERATORS:
+        schema.LIBRARY.impl(_operator, imported_by_call(_operator), "CUDA")
 
 
 class Triton(CompiledModulated):

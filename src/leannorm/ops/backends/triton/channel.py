@@ -106,7 +106,6 @@ def _moments(
     shape = (geometry.segments, parts.parts, geometry.channels)
     part_mean, part_m2 = (new_statistics(x, shape) for _ in range(2))
     part_count = None if mask is None else new_statistics(x, shape[:2])
-    double = x.dtype == torch.float64
     arguments = (x, mask, part_mean, part_m2, part_count, *geometry.sizes, parts.tiles, parts.parts)
     launch(
         moments_kernel,
@@ -115,7 +114,7 @@ def _moments(
         *arguments,
         registers=plan.choice.registers(plan.choice.moments),
         **plan.tiling.constants,
-        DOUBLE=double,
+        DOUBLE=x.dtype == torch.float64,
         STAGES=plan.choice.moments_stages,
     )
     launch(

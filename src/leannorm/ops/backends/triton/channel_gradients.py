@@ -52,12 +52,13 @@ def _sums(
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
     bias, residual, out = _needed(kept)
-    part_dz, part_dz_xhat = (
-        new_statistics(x, (geometry.segments, parts.parts, geometry.channels)) for _ in range(2)
-    )
+    shape = geometry.segments, parts.parts, geometry.channels
+    part_dz, part_dz_xhat = (new_statistics(x, shape) for _ in range(2))
     means = [empty_like(mean) if want_means else None for _ in range(2)]
     # dz does not depend on the weight without an activation, nor if the derivative comes from `out`
     scale = None if act == "identity" or out is not None else weight
+    # groups make many programs anyway
+    free = geometry.grouped or _takes_most(act, x)
     launch(
         grad_sums_kernel,
         plan.programs(parts),
@@ -65,10 +66,7 @@ def _sums(
         *(dy, x, residual, out, dz, mask, mean, rstd, scale, bias, part_dz, part_dz_xhat),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
-        # groups make many programs anyway
-        registers=None
-        if geometry.grouped or _takes_most(act, x)
-        else plan.choice.registers(plan.choice.sums),
+        registers=None if free else plan.choice.registers(plan.choice.sums),
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
         STAGES=plan.choice.sums_stages,

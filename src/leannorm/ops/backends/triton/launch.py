@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # releases of Triton whose `JITFunction.run` ends in the same call
-Places = Sequence[
-    tuple[int, int, int]
-]  # of tensors: an argument's position, a slot, elements behind its start
+# of tensors: an argument's position, a slot, elements behind its start
+Places = Sequence[tuple[int, int, int]]
 
 
 class _Listening(threading.local):

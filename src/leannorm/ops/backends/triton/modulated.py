@@ -28,6 +28,7 @@ from leannorm.ops.backends.triton.rows import (
     BackwardCall,
     ForwardCall,
     Line,
+    grouped,
     run,
     run_backward,
     run_forward,
@@ -109,8 +110,7 @@ def row_gate_backward(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tu
     """The gradients of the branch and, where it is given, of the gate."""
     _check(dtotal, branch)
     plan, line = _plan(dtotal), _lines(gate, dtotal)
-    assert line.each is not None
-    rows, groups = (line.each, gate.shape[0]) if line.each > 1 else (plan.outer, 1)
+    groups, rows = grouped(line, plan)
     dbranch = empty(dtotal.shape, dtotal.dtype, dtotal.device)
     dgate = empty((0 if branch is None else gate.shape[0], plan.kept), gate.dtype, dtotal.device)
     tile = tiles.elementwise(plan.kept)

@@ -58,19 +58,8 @@ def _put_sum(dweight, offset, d, xhat, inside):
 
 
 _INTEGERS = ["rows", "kept", "inner", "each", "step"]
-_STEPS = [
-    "near",
-    "mid",
-    "dy_far",
-    "dy_mid",
-    "dy_near",
-    "x_far",
-    "x_mid",
-    "x_near",
-    "dx_far",
-    "dx_mid",
-    "dx_near",
-]
+_STEPS = ["near", "mid", "dy_far", "dy_mid", "dy_near"]
+_STEPS += ["x_far", "x_mid", "x_near", "dx_far", "dx_mid", "dx_near"]
 
 
 @triton.jit(do_not_specialize=[*_INTEGERS, "tiles", "parts", *_STEPS])

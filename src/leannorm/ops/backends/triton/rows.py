@@ -14,11 +14,12 @@ Rows of a view that are lines of memory, such as the heads of q, k and v, are re
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from leannorm._types import MaybeTensor
 from leannorm.ops.backends.compiled import flat
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
@@ -71,11 +72,7 @@ def _dense(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
     return (x, plan) if plan is not None else (x.contiguous(), row_plan(x.shape, start, stop))
 
 
-@overload
-def _like(x: Tensor, other: Tensor) -> Tensor: ...
-@overload
-def _like(x: Tensor, other: None) -> None: ...
-def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
+def _like(x: Tensor, other: MaybeTensor) -> MaybeTensor:
     """`other` in the dtype and layout of x."""
     if other is None or (other.dtype == x.dtype and other.stride() == x.stride()):
         return other
@@ -246,7 +243,7 @@ def run_backward(call: BackwardCall, view: View = NO_VIEW) -> None:
         _backward_tile(call, how, view)
 
 
-def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
+def grouped(weight: Line, plan: Plan) -> tuple[int, int]:
     """Groups of rows that share a line and follow each other, and the rows of each."""
     if weight.each is None or weight.each == 1:
         return 1, plan.outer
@@ -256,7 +253,7 @@ def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
 def _backward_tile(call: BackwardCall, how: tiles.Backward, view: View) -> None:
     dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, rms, one = call
     _, kept, inner = plan
-    groups, rows = _grouped(weight, plan)
+    groups, rows = grouped(weight, plan)
     count = how.tile.needed(rows, inner)
     halves = 2 if how.halves else 1
     parts = min(count, max(processors(x.device) * how.programs // halves // groups, 1))
@@ -290,7 +287,7 @@ def _backward_long(call: BackwardCall) -> None:
     run(kernel, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms, ONE=one)
     if dweight is None or weight.each == 1:
         return
-    groups, rows = _grouped(weight, plan)
+    groups, rows = grouped(weight, plan)
     tile = tiles.shares(inner, x.element_size())
     count, blocks = tile.needed(rows, inner), -(-kept // tile.block)
     parts = min(count, max(4 * processors(x.device) // blocks // groups, 1))

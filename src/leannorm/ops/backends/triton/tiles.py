@@ -254,19 +254,9 @@ def gradient_before_activation(
 
 @triton.jit
 def normalized(
-    x,
-    high,
-    low,
-    rstd,
-    weight,
-    bias,
-    residual,
-    start,
-    offsets,
-    inside,
-    ACT: tl.constexpr,
-    DOUBLE: tl.constexpr,
-):
+    x, high, low, rstd, weight, bias, residual, start, offsets, inside,
+    ACT: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
     """act((x - mean) * rstd * weight + bias + residual) of one tile."""
     xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * rstd
     return activate(before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE), ACT)

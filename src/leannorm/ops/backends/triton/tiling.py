@@ -132,9 +132,8 @@ def tiling(
     warps = _SET_WARPS if whole_set else choice.warps
     columns = geometry.columns
     scattered = (geometry.channels if columns else geometry.inner) * itemsize % _LOAD
-    in_flight = (
-        choice.in_flight // 2 if scattered else choice.in_flight
-    )  # smaller loads take more addresses and masks
+    # smaller loads take more addresses and masks
+    in_flight = choice.in_flight // 2 if scattered else choice.in_flight
     values = in_flight // itemsize * 32 * warps
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
     narrow = whole_set and not geometry.grouped  # few channels for each program: more programs
@@ -152,14 +151,8 @@ def tiling(
         shorter = [longest >> i for i in range(4) if longest >> i >= 64]
         elements = _least_padding(contiguous, shorter) if shorter and not narrow else longest
         # a thread also holds the constants of each plane that it has values of
-        planes = (
-            32
-            * warps
-            * in_flight
-            // choice.in_flight
-            * min(gcd(contiguous, 16), _LOAD // itemsize)
-            // elements
-        )
+        of_load = min(gcd(contiguous, 16), _LOAD // itemsize)
+        planes = 32 * warps * in_flight // choice.in_flight * of_load // elements
         channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
         if narrow:
             channels = min(channels, max(512 // elements, 1))
