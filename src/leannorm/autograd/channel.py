@@ -141,9 +141,9 @@ class ChannelNorm(torch.autograd.Function):
         if not call.statistics:
             return y
         ctx.set_materialize_grads(False)  # zeros for mean, M2 and count would be launches of their own
-        found = (mean, m2) if size is None else (mean, m2, size)
-        ctx.mark_non_differentiable(*found)
-        return y, *found
+        statistics = (mean, m2) if size is None else (mean, m2, size)
+        ctx.mark_non_differentiable(*statistics)
+        return y, *statistics
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *unused: Any) -> tuple[Tensor | None, ...]:
@@ -152,8 +152,8 @@ class ChannelNorm(torch.autograd.Function):
         if backend.as_given and not torch.is_grad_enabled() and call.sharing is None:
             x, mean, rstd, weight, bias, *_ = ctx.saved_tensors
             dy = dy if dy.is_contiguous() and x.is_contiguous() else like(x, dy)
-            given = dy, x, mean, rstd, weight, bias, None, None, call.act, call.groups
-            dx, dweight, dbias, _ = backend.ops.channel_backward(*given, False, False, None, None)
+            arguments = dy, x, mean, rstd, weight, bias, None, None, call.act, call.groups
+            dx, dweight, dbias, _ = backend.ops.channel_backward(*arguments, False, False, None, None)
             if weight is None:
                 return dx, None, None, None, None, None, None
             return dx, dweight, dbias if call.has_bias else None, None, None, None, None
@@ -228,8 +228,8 @@ class ChannelAffine(torch.autograd.Function):
     Kept = KeptByChannelNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> Any:
-        weight, bias, residual, mask, mean, rstd, call = given
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
+        weight, bias, residual, mask, mean, rstd, call = others
         act, backend = call.act, call.backend
         if backend.as_given:
             y = backend.ops.channel_normalize(x, mean, rstd, weight, bias, None, act, None)
@@ -341,8 +341,8 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, ma
     backend = REFERENCE if in_transform else shown(pick(*tensors), 0, mask)
     if in_transform or not recorded(*tensors):
         return backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask))
-    given = bias is not None, residual is not None
-    call = ChannelCall(backend, act, 0.0, 0, None, True, False, wide_for(weight, bias), *given)
+    has = bias is not None, residual is not None
+    call = ChannelCall(backend, act, 0.0, 0, None, True, False, wide_for(weight, bias), *has)
     apply = ChannelAffine.apply if traced() else apply_affine
     y: Tensor = apply(x, weight, bias, residual, mask, mean, rstd, call)
     return y

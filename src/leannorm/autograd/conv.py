@@ -167,9 +167,9 @@ class ConvNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
+        ctx: Any, x: Tensor, conv_weight: Tensor, *others: Any
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        conv_bias, weight, bias, mean, rstd, convolution, eps, outside, sharing = given
+        conv_bias, weight, bias, mean, rstd, convolution, eps, outside, sharing = others
         z = convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
         m2 = size = None

@@ -298,9 +298,9 @@ def call_of(node: Any) -> Any:
     return node.call if issubclass(of, BackwardCFunction) else _call(of.__name__, node._saved_how)
 
 
-def _call(name: str, how: tuple[Any, ...]) -> ChannelCall | RowCall:
+def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
     """The call of a node in C++, which tells it so."""
-    by_triton, has_bias, *settings = how
+    by_triton, has_bias, *settings = saved_call
     backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
     if name == "RowNormBackward":
         return RowCall(backend, Rows(*settings), has_bias=has_bias)
@@ -310,12 +310,12 @@ def _call(name: str, how: tuple[Any, ...]) -> ChannelCall | RowCall:
 
 
 def _backward_of_node(
-    name: str, saved: list[Maybe], needed: tuple[bool, ...], how: tuple[Any, ...], dy: Tensor
+    name: str, saved: list[Maybe], needed: tuple[bool, ...], saved_call: tuple[Any, ...], dy: Tensor
 ) -> tuple[Maybe, ...]:
     """The backward pass of a node in C++, by the function that it stands in for."""
     x, mean, rstd, weight, bias, out = saved
     need_x, need_weight, need_bias = needed
-    ctx = SimpleNamespace(call=_call(name, how))
+    ctx = SimpleNamespace(call=_call(name, saved_call))
     if name == "RowNormBackward":
         ctx.saved_tensors = x, mean, rstd, weight, None
         ctx.needs_input_grad = need_x, False, need_weight, need_bias, False, False
@@ -324,7 +324,7 @@ def _backward_of_node(
     ctx.saved_tensors = x, mean, rstd, weight, bias, None, out, None, None
     ctx.needs_input_grad = need_x, need_weight, need_bias, False, False
     if name == "ChannelAffineBackward":
-        ctx.layout = _LAYOUTS[how[-1]]
+        ctx.layout = _LAYOUTS[saved_call[-1]]
         return ChannelAffine.backward(ctx, dy)[:3]
     return ChannelNorm.backward(ctx, dy)[:3]
 

@@ -34,8 +34,8 @@ class AdaNorm(torch.autograd.Function):
     Kept = KeptByAdaNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | Tensor:
-        *tensors, rows = given
+    def forward(ctx: Any, x: Tensor, *others: Any) -> tuple[Tensor, Tensor] | Tensor:
+        *tensors, rows = others
         modulation = branch, gate, scale, _, weight, bias = Modulation(*tensors)
         backend = ctx.backend = pick(x, *tensors)
         y, total, mean, rstd = backend.ada_forward(x, modulation, rows)

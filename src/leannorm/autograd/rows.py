@@ -45,8 +45,8 @@ class RowNorm(torch.autograd.Function):
     Kept = KeptByRowNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> Any:
-        residual, weight, bias, valid, call = given
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
+        residual, weight, bias, valid, call = others
         backend, rows = call.backend, call.rows
         y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows, valid)
         kept = x if residual is None else total

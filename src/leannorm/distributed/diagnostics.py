@@ -84,7 +84,7 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
             time.sleep(0.02)
         missing = [r for r in range(group.world) if r not in here]
         if missing:
-            evaluates = [found for r in missing if (found := _evaluation_of(group, r)) is not None]
+            evaluates = [evaluation for r in missing if (evaluation := _evaluation_of(group, r)) is not None]
             causes = "; ".join(evaluates) if len(evaluates) == len(missing) else _CAUSES
             text = f"{call}: {_ranks(group, missing)} did not come ({why}): {causes}"
         else:

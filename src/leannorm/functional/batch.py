@@ -41,8 +41,8 @@ from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick
 
 
-def _as_batch_norm_act(given: Arguments) -> Any:
-    return call_operator("batch_norm_act", given, act="identity", residual=None)
+def _as_batch_norm_act(arguments: Arguments) -> Any:
+    return call_operator("batch_norm_act", arguments, act="identity", residual=None)
 
 
 @public(F.batch_norm, channels, in_training, _as_batch_norm_act)
@@ -180,13 +180,13 @@ def _by_number(
     return _checked(input, running, epilogue, _Call(training, eps, masking))
 
 
-def _as_tracked_or_synchronized(given: Arguments) -> Any:
-    sharing = given.get("sharing")
+def _as_tracked_or_synchronized(arguments: Arguments) -> Any:
+    sharing = arguments.get("sharing")
     if sharing is None:
-        return call_operator("tracked_batch_norm", given)
+        return call_operator("tracked_batch_norm", arguments)
     return call_operator(
         "sync_batch_norm",
-        given,
+        arguments,
         group=group_in_words(sharing.asked),
         layer=sharing.layer,
         timeout=sharing.timeout,
@@ -341,13 +341,13 @@ def _by_batch(
     elif sharing is None:
         _checks.more_than_one_valid(input, count)
     fused = fused_update(running) if pool is None and valid is None else None
-    y, found = channel_norm(input, epilogue, eps, 0, fused, valid, sharing)
-    if found is not None:
+    y, statistics = channel_norm(input, epilogue, eps, 0, fused, valid, sharing)
+    if statistics is not None:
         if sharing is not None and pool is not None and pool.of_rank:
-            found = pick(input).channel_moments(input, mask=None if valid is None else valid.mask)
+            statistics = pick(input).channel_moments(input, mask=None if valid is None else valid.mask)
         if valid is not None and sharing is None and count is not None:
-            found = Moments(found.mean, found.m2, count)
+            statistics = Moments(statistics.mean, statistics.m2, count)
         elif valid is not None and pool is None:  # with fewer than two values the running statistics stay
-            found = Moments(found.mean, found.m2, found.count * (found.count > 1))
-        update_running_statistics(running, found, pool)
+            statistics = Moments(statistics.mean, statistics.m2, statistics.count * (statistics.count > 1))
+        update_running_statistics(running, statistics, pool)
     return y

@@ -29,18 +29,18 @@ EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
-def _operator(given: Arguments) -> Any:
-    padding = given["padding"]
+def _operator(arguments: Arguments) -> Any:
+    padding = arguments["padding"]
     by_name = isinstance(padding, str)
     return call_operator(
         "conv_batch_norm",
-        given,
-        weight=given["bn_weight"],
-        bias=given["bn_bias"],
-        stride=_each(given["stride"]),
+        arguments,
+        weight=arguments["bn_weight"],
+        bias=arguments["bn_bias"],
+        stride=_each(arguments["stride"]),
         padding=[] if by_name else _each(padding),
         padding_name=padding if by_name else "",
-        dilation=_each(given["dilation"]),
+        dilation=_each(arguments["dilation"]),
     )
 
 
@@ -188,15 +188,16 @@ def _of_shards(
     """Of parts of the batch, or with parts of the weight by output channels."""
     input, conv_weight, conv_bias = operands
     of_one_mesh(*operands, *affine, *running[:3])
-    given, positions = Cut.of(input), range(1, input.dim())
-    if not given.is_whole(positions):
-        raise given.refuse(
+    of_input, positions = Cut.of(input), range(1, input.dim())
+    if not of_input.is_whole(positions):
+        raise of_input.refuse(
             "a convolution with its batch norm takes parts of a batch (to_pair() makes two layers)",
             positions,
         )
     of_weight = Cut.of(conv_weight, range(0 if groups > 1 else 1, conv_weight.dim()))
-    axes = [0 if i == 0 else 1 if j == 0 else None for i, j in zip(given.axes, of_weight.axes, strict=True)]
-    cut, elements = Cut(given.mesh, axes, torch.Size(shape)), range(input.dim())
+    both = zip(of_input.axes, of_weight.axes, strict=True)
+    axes = [0 if i == 0 else 1 if j == 0 else None for i, j in both]
+    cut, elements = Cut(of_input.mesh, axes, torch.Size(shape)), range(input.dim())
     parts = (
         cut.local(input, [0, *(-1 for _ in positions)]),
         cut.local(conv_weight, [1, *(-1 for _ in positions)]),
@@ -280,9 +281,9 @@ def _convolution(
 _OPTIONS = "stride padding padding_name dilation groups padding_mode training momentum eps eps_mode".split()
 
 
-def _run(*given: Any) -> Tensor:
-    tracked, weight, bias, *values = given[5:]
-    tensors: Any = (*given[:5], weight, bias)
+def _run(*arguments: Any) -> Tensor:
+    tracked, weight, bias, *values = arguments[5:]
+    tensors: Any = (*arguments[:5], weight, bias)
     options = dict(zip(_OPTIONS, values, strict=True))
     options["padding"] = options.pop("padding_name") or options["padding"]
     return conv_batch_norm(*tensors, num_batches_tracked=tracked, **options)

@@ -49,9 +49,9 @@ NORMS = {
 }
 
 
-def in_training(given: Arguments) -> bool:
+def in_training(arguments: Arguments) -> bool:
     """Does this call of a batch norm use the batch's own statistics? (A compiler traces no itemgetter.)"""
-    return bool(given["training"])
+    return bool(arguments["training"])
 
 
 def like_first(x: Tensor, *others: Any) -> Tensor:
@@ -89,10 +89,10 @@ def declare(
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         """Torch's own functions, where `run_decompositions` asks; a batch's own statistics stay ours."""
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if by_batch is not None and by_batch(given):
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if by_batch is not None and by_batch(arguments):
             return NotImplemented
-        return function(*(given[name] for name in names))
+        return function(*(arguments[name] for name in names))
 
     operator.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(decomposed)
     if by_batch is not None:

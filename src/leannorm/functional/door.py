@@ -76,7 +76,7 @@ def public(
         of = inspect.signature(function).parameters.values()
         named = {p.name: p.default for p in of if p.kind is p.KEYWORD_ONLY}
         positional = tuple(p.name for p in of if p.name not in named)
-        call = operator or (lambda given: call_operator(function.__name__, given))
+        call = operator or (lambda arguments: call_operator(function.__name__, arguments))
         _DOORS[function] = Door(positional, named, stands_in_for, packed, by_batch, call)
         return function
 
@@ -123,12 +123,12 @@ def declares(
     return register
 
 
-def call_operator(name: str, given: Arguments, **more: Any) -> Any:
-    """A function's call as that of an operator, whose arguments are among those `given` or are `more`."""
+def call_operator(name: str, arguments: Arguments, **more: Any) -> Any:
+    """A function's call as that of an operator, whose arguments are among these or are `more`."""
     operator = getattr(torch.ops.leannorm, name).default
     names = [argument.name for argument in operator._schema.arguments]
-    refuse_to_export({name: value for name, value in given.items() if name not in names})
-    values = {_IN_SCHEMA.get(name, name): value for name, value in given.items()} | more
+    refuse_to_export({name: value for name, value in arguments.items() if name not in names})
+    values = {_IN_SCHEMA.get(name, name): value for name, value in arguments.items()} | more
     return operator(*(values[name] for name in names))
 
 

@@ -63,8 +63,8 @@ def gated_rms_norm(
     _checks.activation(act)
     _checks.cast(cast)
     if exporting():
-        how = eps, act, norm_before_gate, cast == "before"
-        return stock.gated_rms_norm(input, gate, normalized_shape, weight, *how)
+        settings = eps, act, norm_before_gate, cast == "before"
+        return stock.gated_rms_norm(input, gate, normalized_shape, weight, *settings)
     _checks.floating("input", input)
     start, _ = _checks.normalized_axes(input, normalized_shape, None)
     _checks.row_parameters(input, normalized_shape, weight=weight)

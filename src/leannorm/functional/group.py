@@ -163,14 +163,14 @@ def _groups_of_shards(
     return by_channel(run, input, Running(None, None, None, None), epilogue, masking)
 
 
-def moves_its_statistics(given: Arguments) -> bool:
+def moves_its_statistics(arguments: Arguments) -> bool:
     """Does an instance norm called like this write to its running statistics?"""
-    return bool(given["use_input_stats"]) and given["running_mean"] is not None
+    return bool(arguments["use_input_stats"]) and arguments["running_mean"] is not None
 
 
-def _as_layer_instance_norm(given: Arguments) -> Any:
-    x = given["input"]
-    return call_operator("layer_instance_norm", given, rank=x.dim(), num_features=x.shape[1])
+def _as_layer_instance_norm(arguments: Arguments) -> Any:
+    x = arguments["input"]
+    return call_operator("layer_instance_norm", arguments, rank=x.dim(), num_features=x.shape[1])
 
 
 @public(F.instance_norm, None, moves_its_statistics, _as_layer_instance_norm)

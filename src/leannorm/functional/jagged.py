@@ -34,14 +34,14 @@ def _like(input: Any, values: Tensor) -> Tensor:
     )
 
 
-def _plain(given: Arguments) -> dict[str, Any]:
+def _plain(arguments: Arguments) -> dict[str, Any]:
     """The arguments, the residual as its values; it and the input must be packed alike."""
-    if given.get("mask") is not None or given.get("lengths") is not None:
+    if arguments.get("mask") is not None or arguments.get("lengths") is not None:
         raise InputError(
             "mask and lengths are for padded tensors, got one of them with a jagged tensor, whose offsets "
             "say the lengths already; leave it out"
         )
-    input, residual, found = given["input"], given.get("residual"), dict(given)
+    input, residual, plain = arguments["input"], arguments.get("residual"), dict(arguments)
     if residual is not None:
         same = type(residual) is NestedTensor and residual._ragged_idx == input._ragged_idx
         if not (same and residual.offsets() is input.offsets()):
@@ -49,19 +49,19 @@ def _plain(given: Arguments) -> dict[str, Any]:
                 "residual must be a jagged tensor with the very offsets of the input, got another; make both "
                 "from one, or with torch.nested.nested_tensor_from_jagged(values, input.offsets())"
             )
-        found["residual"] = _packed("residual", residual)
-    found["input"] = _packed("input", input)
-    return found
+        plain["residual"] = _packed("residual", residual)
+    plain["input"] = _packed("input", input)
+    return plain
 
 
-def channels(function: Callable[..., Any], given: Arguments) -> Tensor:
+def channels(function: Callable[..., Any], arguments: Arguments) -> Tensor:
     """A batch norm: (N, j, C, *) is (positions, C, *), and (N, C, *, j, *) is (1, C, *, positions, *)."""
-    if given.get("group_size") is not None:
+    if arguments.get("group_size") is not None:
         raise InputError(
-            f"group_size counts samples, which packed values have none of, got {given['group_size']} with a "
-            "jagged tensor; use group_size=None"
+            "group_size counts samples, which packed values have none of, got "
+            f"{arguments['group_size']} with a jagged tensor; use group_size=None"
         )
-    input, plain = given["input"], _plain(given)
+    input, plain = arguments["input"], _plain(arguments)
     if input._ragged_idx == 1:
         return _like(input, function(**plain))
     for name in ("input", "residual"):
@@ -70,10 +70,10 @@ def channels(function: Callable[..., Any], given: Arguments) -> Tensor:
     return _like(input, function(**plain).squeeze(0))
 
 
-def rows(function: Callable[..., Any], given: Arguments) -> Tensor | tuple[Tensor, Tensor]:
+def rows(function: Callable[..., Any], arguments: Arguments) -> Tensor | tuple[Tensor, Tensor]:
     """A row norm over axes of which none is the samples' or the ragged one."""
-    input, plain, wanted = given["input"], _plain(given), len(tuple(given["normalized_shape"]))
-    rank, ragged, dim = input.dim(), input._ragged_idx, given["dim"]
+    input, plain, wanted = arguments["input"], _plain(arguments), len(tuple(arguments["normalized_shape"]))
+    rank, ragged, dim = input.dim(), input._ragged_idx, arguments["dim"]
     first = rank - wanted if dim is None else dim % rank
     if first < 1 or first <= ragged < first + wanted:
         raise InputError(
@@ -83,7 +83,7 @@ def rows(function: Callable[..., Any], given: Arguments) -> Tensor | tuple[Tenso
         )
     if dim is not None:
         plain["dim"] = first - 1
-    found = function(**plain)
+    made = function(**plain)
     return (
-        (_like(input, found[0]), _like(input, found[1])) if isinstance(found, tuple) else _like(input, found)
+        (_like(input, made[0]), _like(input, made[1])) if isinstance(made, tuple) else _like(input, made)
     )

@@ -13,10 +13,10 @@ from leannorm import _checks
 from leannorm._types import Maybe, Rows
 from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
-from leannorm.functional import stock
+from leannorm.functional import jagged, stock
 from leannorm.functional.declare import Arguments
 from leannorm.functional.door import hand_over, public
-from leannorm.functional.jagged import NestedTensor, rows
+from leannorm.functional.jagged import NestedTensor
 from leannorm.functional.shards import by_row
 from leannorm.functional.valid import Lengths, valid_positions
 from leannorm.ops.modes import exporting, sharded
@@ -24,10 +24,10 @@ from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
 
 
-def dtype_of_cast(given: Arguments) -> torch.dtype:
+def dtype_of_cast(arguments: Arguments) -> torch.dtype:
     """Of a row norm's output: wider than the input where it is rounded before it meets a wider weight."""
-    x, weight, cast = given["input"], given["weight"], given.get("cast", "after")
-    if weight is None or cast == "after" or given.get("norm_before_gate", False):
+    x, weight, cast = arguments["input"], arguments["weight"], arguments.get("cast", "after")
+    if weight is None or cast == "after" or arguments.get("norm_before_gate", False):
         return x.dtype  # type: ignore[no-any-return]
     return torch.promote_types(x.dtype, weight.dtype)
 
@@ -50,23 +50,23 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
-    how = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
+    rows = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
     if sharded(*tensors):
-        return _of_shards(tensors, how, mask, lengths)
+        return _of_shards(tensors, rows, mask, lengths)
     valid = _valid_rows(input, mask, lengths, start, stop)
-    return row_norm(input, residual, weight, bias, how, valid)
+    return row_norm(input, residual, weight, bias, rows, valid)
 
 
 def _of_shards(
-    tensors: tuple[Tensor | None, ...], how: Rows, mask: Tensor | None, lengths: Lengths | None
+    tensors: tuple[Tensor | None, ...], rows: Rows, mask: Tensor | None, lengths: Lengths | None
 ) -> tuple[Tensor, Tensor]:
     assert tensors[0] is not None
-    elements, normalized = range(tensors[0].dim()), (how.start, how.stop)
+    elements, normalized = range(tensors[0].dim()), (rows.start, rows.stop)
     if lengths is not None:
         _checks.lengths_of_rows(tensors[0], *normalized)
 
     def run(x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, mask: Maybe) -> tuple[Tensor, Tensor]:
-        return row_norm(x, residual, weight, bias, how, _valid_rows(x, mask, None, *normalized))
+        return row_norm(x, residual, weight, bias, rows, _valid_rows(x, mask, None, *normalized))
 
     axes = elements, elements, range(*normalized), range(*normalized)
     made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, normalized, (mask, lengths, "zero"))
@@ -81,7 +81,7 @@ def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int,
     return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
 
 
-@public(F.layer_norm, rows)
+@public(F.layer_norm, jagged.rows)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -131,7 +131,7 @@ def layer_norm(
     return _row_norm((input, None, weight, bias), normalized_shape, form, mask, lengths)[0]
 
 
-@public(F.rms_norm, rows, dtype=dtype_of_cast)
+@public(F.rms_norm, jagged.rows, dtype=dtype_of_cast)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -179,7 +179,7 @@ def rms_norm(
     return _row_norm((input, None, weight, None), normalized_shape, form, mask, lengths)[0]
 
 
-@public(packed=rows)
+@public(packed=jagged.rows)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -221,7 +221,7 @@ def add_layer_norm(
     return _row_norm((input, residual, weight, bias), normalized_shape, form, mask, lengths)
 
 
-@public(packed=rows, dtype=dtype_of_cast)
+@public(packed=jagged.rows, dtype=dtype_of_cast)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,

@@ -36,15 +36,15 @@ def _ada_norm(
     _checks.same_modulation(scale, shift)
     _checks.like_input("branch", branch, input)
     _checks.non_negative_eps(eps)
-    how = Rows(start, input.dim(), eps, rms)
+    rows = Rows(start, input.dim(), eps, rms)
     if not sharded(*tensors):
-        return ada_norm(input, Modulation(*tensors[1:]), how)
+        return ada_norm(input, Modulation(*tensors[1:]), rows)
     elements, normalized = range(input.dim()), range(start, input.dim())
-    given = (modulation(v, input, start) for v in (gate, scale, shift))
-    axes = elements, elements, *given, normalized, normalized
+    of_modulation = (modulation(v, input, start) for v in (gate, scale, shift))
+    axes = elements, elements, *of_modulation, normalized, normalized
 
     def run(x: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-        return ada_norm(x, Modulation._make(others[:-1]), how)
+        return ada_norm(x, Modulation._make(others[:-1]), rows)
 
     made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, (start, input.dim()))
     return made

@@ -39,9 +39,10 @@ class BatchNormOutput(NamedTuple):
     saved_var: Tensor
 
 
-def _operator(given: Arguments) -> Any:
-    tensors: Any = tuple(given[name] for name in ("x", "estimated_mean", "estimated_var", "scale", "bias"))
-    settings = _Settings(*(given[name] for name in _Settings._fields))
+def _operator(arguments: Arguments) -> Any:
+    names = "x", "estimated_mean", "estimated_var", "scale", "bias"
+    tensors: Any = tuple(arguments[name] for name in names)
+    settings = _Settings(*(arguments[name] for name in _Settings._fields))
     return _checked(torch.ops.leannorm.batch_norm_op.default, tensors, settings)
 
 
@@ -145,34 +146,34 @@ def _checked(
     estimates = estimated_mean, estimated_var
     if frozen() and not is_infer:
         estimates = estimated_mean.clone(), estimated_var.clone()
-    tensors, how = (moved, *estimates, scale, bias), (is_infer, use_global_est, epsilon, momentum)
+    tensors, options = (moved, *estimates, scale, bias), (is_infer, use_global_est, epsilon, momentum)
     if sharded(*tensors):
-        y, batch_mean, batch_var = _of_shards(tensors, batch_id, how)
+        y, batch_mean, batch_var = _of_shards(tensors, batch_id, options)
     else:
-        y, batch_mean, batch_var = run(*tensors, batch_id, *how)
+        y, batch_mean, batch_var = run(*tensors, batch_id, *options)
     return BatchNormOutput(
         y.movedim(1, -1) if last else y, batch_mean, batch_var, estimated_mean, estimated_var
     )
 
 
-def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, how: tuple[Any, ...]) -> list[Tensor]:
+def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, options: tuple[Any, ...]) -> list[Tensor]:
     """The function of this rank's parts, with the statistics of the whole batch."""
     of_one_mesh(*tensors, batch_id)
     x, mean, var, *_ = tensors
     cut, elements = Cut.of(x), range(x.dim())
-    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", how[2]) if x.numel() else None
+    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", options[2]) if x.numel() else None
     sharing = None if sharing is None else sharing._replace(tracks=True)
     axes = elements, VECTOR, VECTOR, VECTOR, VECTOR
     parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
-    made = _batch_norm_op(*parts, cut.local(batch_id, ()), *how, sharing=sharing)
+    made = _batch_norm_op(*parts, cut.local(batch_id, ()), *options, sharing=sharing)
     cut.write_back((mean, var), parts[1:3])
     return [cut.whole(v, of) for v, of in zip(made, axes, strict=False)]
 
 
 def _batch_norm_op(
-    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any, sharing: Sharing | None = None
+    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *others: Any, sharing: Sharing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
+    scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = others
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
         if exporting():
@@ -208,6 +209,6 @@ declare(
     " -> (Tensor y, Tensor batch_mean, Tensor batch_var)",
     _batch_norm_op,
     lambda *arguments: tuple(map(torch.empty_like, arguments[:3])),
-    by_batch=lambda given: not given["is_infer"],
+    by_batch=lambda arguments: not arguments["is_infer"],
     folds=AffineNames("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 )

@@ -41,27 +41,27 @@ def _differentiable_twice(made: Any) -> Any:
     return made
 
 
-def _joined_to_the_graph(made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _joined_to_the_graph(made: tuple[Any, ...], incoming: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Older releases of torch make a leaf of the gradient, from which no second derivative goes back."""
-    gradient, x = made[0], given[0]
+    gradient, x = made[0], incoming[0]
     if x is None or gradient is None or not x.requires_grad or gradient.grad_fn is not None:
         return None
     mesh, placements = gradient.device_mesh, gradient.placements
     if not hasattr(x, "placements"):
         from torch.distributed.tensor import DTensor
 
-        how: Any = {"run_check": False, "shape": gradient.shape, "stride": gradient.stride()}
-        return DTensor.from_local(x, mesh, placements, **how), *made[1:]
+        geometry: Any = {"run_check": False, "shape": gradient.shape, "stride": gradient.stride()}
+        return DTensor.from_local(x, mesh, placements, **geometry), *made[1:]
     return _differentiable_twice(x.redistribute(mesh, placements)), *made[1:]
 
 
 def of_one_mesh(*tensors: Tensor | None) -> None:
     """Are all DTensors of one mesh? A plain one would be whole to one reader and a part to another."""
-    given = [v for v in tensors if v is not None]
-    if len({getattr(v, "device_mesh", None) for v in given}) > 1:
+    present = [v for v in tensors if v is not None]
+    if len({getattr(v, "device_mesh", None) for v in present}) > 1:
         raise InputError(
             "a norm takes DTensors of one mesh, or none, got "
-            f"{' and '.join(sorted({_in_words(v) for v in given}))}; "
+            f"{' and '.join(sorted({_in_words(v) for v in present}))}; "
             "torch.distributed.tensor.distribute_module(layer, mesh) and distribute_tensor(x, mesh) make "
             "DTensors, and x.to_local() is this rank's part"
         )
@@ -174,17 +174,17 @@ class Cut:
 
     def mask(self, x: Tensor, masking: Masking, kept: tuple[int, int] = (1, 2)) -> Masking:
         """This rank's part of a mask; lengths become one."""
-        found = positions_of_data(x, *masking, kept)
-        if found is None:
+        mask = positions_of_data(x, *masking, kept)
+        if mask is None:
             return masking
         positions = [i for i in range(len(self.shape)) if not kept[0] <= i < kept[1]]
-        axes = self.following(found, positions[len(positions) - found.dim() :])
-        if not hasattr(found, "placements"):  # made of lengths, on every rank
+        axes = self.following(mask, positions[len(positions) - mask.dim() :])
+        if not hasattr(mask, "placements"):  # made of lengths, on every rank
             from torch.distributed.tensor import DTensor
 
             everywhere = (self._replicate(),) * self.mesh.ndim
-            found = DTensor.from_local(found, self.mesh, everywhere, run_check=False)
-        return self.local(found, axes), None, masking[2]
+            mask = DTensor.from_local(mask, self.mesh, everywhere, run_check=False)
+        return self.local(mask, axes), None, masking[2]
 
     def following(self, v: Tensor, axes: Axes) -> Axes:
         """The axes, without those (-1) along which `v` has one value for all indices."""
@@ -233,9 +233,9 @@ def by_row(
     assert x is not None
     of_one_mesh(*tensors, masking[0])
     cut = Cut.of(x, range(*normalized))
-    given = list(zip(tensors, axes, strict=True))
+    pairs = list(zip(tensors, axes, strict=True))
     several = tensors[1] is not None and axes[1] == axes[0]  # with a residual: it has the gradient of the sum
-    parts = [cut.passed_on(v, of) if several and of == axes[0] else cut.local(v, of) for v, of in given]
+    parts = [cut.passed_on(v, of) if several and of == axes[0] else cut.local(v, of) for v, of in pairs]
     made = run(*parts, cut.mask(x, masking, normalized)[0])
     if isinstance(made, Tensor):
         return cut.whole(made, axes[0])

@@ -45,9 +45,9 @@ def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outs
     return _finished(y, x, residual, act)
 
 
-def convolve(x: Tensor, *given: Any) -> Tensor:
+def convolve(x: Tensor, *arguments: Any) -> Tensor:
     """The convolution by its name for the input's rank, which readers of graphs look for."""
-    y: Tensor = _CONVOLUTIONS[x.dim()](x, *given)
+    y: Tensor = _CONVOLUTIONS[x.dim()](x, *arguments)
     return y
 
 

@@ -20,23 +20,23 @@ from leannorm.functional.valid import Lengths
 RANKS = (2, 3, 4, 5)
 
 
-def _operator(given: Arguments) -> Any:
-    if not given["training"]:
-        return call_operator("batch_norm_act", given)
+def _operator(arguments: Arguments) -> Any:
+    if not arguments["training"]:
+        return call_operator("batch_norm_act", arguments)
     return call_operator(
         "sync_batch_norm",
-        given,
+        arguments,
         num_batches_tracked=None,
         ranks=RANKS,
-        group=group_in_words(given["process_group"]),
-        layer=given["name"],
-        timeout=given["timeout"] or 0.0,
-        debug=given["debug_consistency"],
+        group=group_in_words(arguments["process_group"]),
+        layer=arguments["name"],
+        timeout=arguments["timeout"] or 0.0,
+        debug=arguments["debug_consistency"],
     )
 
 
-def _run(*given: Any) -> Tensor:
-    *of_norm, group, layer, timeout, debug = given
+def _run(*arguments: Any) -> Tensor:
+    *of_norm, group, layer, timeout, debug = arguments
     of_norm.append(Sharing("", layer, timeout, debug, asked=group_of_words(group)))
     return tracked_batch_norm(*of_norm)
 
@@ -105,10 +105,10 @@ def sync_batch_norm(
     _checks.timeout(timeout)
     masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
     if not training:
-        given = input, running_mean, running_var, weight, bias, False, momentum, eps
-        return batch_norm_act(*given, act=act, residual=residual, **masking)
+        arguments = input, running_mean, running_var, weight, bias, False, momentum, eps
+        return batch_norm_act(*arguments, act=act, residual=residual, **masking)
     _checks.momentum_is_a_number(momentum)
     sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
     tensors = (input, running_mean, running_var, None, weight, bias)
-    how: Any = (training, momentum, eps, RANKS, act, residual, sharing)
-    return tracked_batch_norm(*tensors, *how, **masking)
+    settings: Any = (training, momentum, eps, RANKS, act, residual, sharing)
+    return tracked_batch_norm(*tensors, *settings, **masking)

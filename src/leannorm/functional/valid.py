@@ -36,14 +36,14 @@ def valid_positions(
     normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
     last of them, one a sample. Values are checked where the host has them; else a length is clamped.
     """
-    found, count, positions = _found(input, mask, lengths, fill, kept)
-    if found is None:
+    data, count, positions = _data_of(input, mask, lengths, fill, kept)
+    if data is None:
         return None
     if count is not None and count == prod(positions):
         return None
-    if found.shape != positions or found.dim() != 2:
-        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
-    return Valid(found.contiguous(), count, fill == "zero")
+    if data.shape != positions or data.dim() != 2:
+        data = data.expand(positions).reshape(positions[0], prod(positions[1:]))
+    return Valid(data.contiguous(), count, fill == "zero")
 
 
 def positions_of_data(
@@ -52,10 +52,10 @@ def positions_of_data(
     """The mask of a DTensor, without the kept axes; of lengths (those of the whole batch) a plain tensor."""
     if isinstance(lengths, Tensor) and hasattr(lengths, "full_tensor"):
         lengths = lengths.full_tensor()
-    return _found(input, mask, lengths, fill, kept)[0]
+    return _data_of(input, mask, lengths, fill, kept)[0]
 
 
-def _found(
+def _data_of(
     input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
 ) -> tuple[Tensor | None, int | None, tuple[int, ...]]:
     """What broadcasts to the positions and is True at data, how many these are, and the positions' sizes."""
@@ -121,20 +121,20 @@ def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> 
             f"lengths run along a last axis of positions, got an input of shape {tuple(input.shape)} without "
             "one; pass mask, one value a sample"
         )
-    given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+    lengths = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
     samples, longest = positions[0], positions[-1]
-    if given.dtype not in _INTEGERS and given.numel():
-        raise InputError(f"lengths must be integers, got {given.dtype}; pass lengths.long()")
-    if given.shape != (samples,):
+    if lengths.dtype not in _INTEGERS and lengths.numel():
+        raise InputError(f"lengths must be integers, got {lengths.dtype}; pass lengths.long()")
+    if lengths.shape != (samples,):
         raise InputError(
             f"lengths must have one value a sample, shape ({samples},) for input {tuple(input.shape)}, got "
-            f"{tuple(given.shape)}; for anything else pass mask"
+            f"{tuple(lengths.shape)}; for anything else pass mask"
         )
-    if given.device.type != "cpu":
-        _checks.same_device("lengths", given, input)
+    if lengths.device.type != "cpu":
+        _checks.same_device("lengths", lengths, input)
     count = None
-    if _on_host(given):
-        values = given.tolist()
+    if _on_host(lengths):
+        values = lengths.tolist()
         if values and not (min(values) >= 0 and max(values) <= longest):
             worst = min(values) if min(values) < 0 else max(values)
             raise InputError(
@@ -143,10 +143,10 @@ def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> 
             )
         count = int(sum(values)) * prod(positions[1:-1])
     index = torch.arange(longest, device=input.device)
-    found = index < given.to(input.device, torch.int64).unsqueeze(-1)
+    data = index < lengths.to(input.device, torch.int64).unsqueeze(-1)
     if len(positions) > 2:
-        found = found.reshape(samples, *(1,) * (len(positions) - 2), longest)
-    return found, count
+        data = data.reshape(samples, *(1,) * (len(positions) - 2), longest)
+    return data, count
 
 
 def of_one_sample(lengths: Lengths | int) -> Lengths:
@@ -191,9 +191,9 @@ def exported_positions(
     rank, (first, stop) = x.dim(), kept
     if mask is None:
         axis = rank - 1 if stop < rank else first - 1
-        given = torch.as_tensor(lengths, device=x.device)
+        lengths = torch.as_tensor(lengths, device=x.device)
         index = torch.arange(x.shape[axis], device=x.device).view(-1, *(1,) * (rank - 1 - axis))
-        return index < given.view(-1, *(1,) * (rank - 1))
+        return index < lengths.view(-1, *(1,) * (rank - 1))
     behind = rank - stop
     if behind <= mask.dim() < rank:
         for _ in range(stop - first):

@@ -48,8 +48,8 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
     ) -> None:
         _checks.stats_dtype(stats_dtype)
         _checks.group_size(group_size)
-        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, **without_bias(bias))
+        arguments = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*arguments, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
         if group_size is not None:
             self.group_size = group_size

@@ -48,9 +48,9 @@ class HasStatistics(torch.nn.Module):
             self._buffers[name] = buffer.to(now.device, self.stats_dtype)  # not from what has been rounded
         return self
 
-    def _load_from_state_dict(self, *given: Any) -> None:
+    def _load_from_state_dict(self, *arguments: Any) -> None:
         """As torch, with `assign=True` too, which takes the tensors of the state_dict as they are."""
-        super()._load_from_state_dict(*given)
+        super()._load_from_state_dict(*arguments)
         self._cast_back()
 
     def extra_repr(self) -> str:

@@ -33,8 +33,8 @@ class BatchNormActBase(BatchNormBase):
         act: str = "relu",
     ) -> None:
         _checks.activation(act)
-        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
+        arguments = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*arguments, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.activation = act
 
     def forward(

@@ -31,8 +31,8 @@ class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
         stats_dtype: torch.dtype | None = None,
     ) -> None:
         _checks.stats_dtype(stats_dtype)
-        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, **without_bias(bias))
+        arguments = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*arguments, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:

@@ -39,10 +39,11 @@ def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Ten
     >>> conv_lengths([7, 4, 0], torch.nn.Conv1d(1, 1, kernel_size=3, stride=2, padding=1))
     tensor([4, 2, 0])
     """
-    given = torch.as_tensor(lengths)
-    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype is torch.bool):
-        raise InputError(f"lengths must be integers, got {given.dtype}; pass lengths.long()")
-    given = given.to(torch.int64)
+    lengths = torch.as_tensor(lengths)
+    dtype = lengths.dtype
+    if lengths.numel() and (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        raise InputError(f"lengths must be integers, got {dtype}; pass lengths.long()")
+    lengths = lengths.to(torch.int64)
     conv = layer.conv if isinstance(layer, _ConvBatchNorm) else layer
     if not isinstance(conv, _LAYERS):
         raise InputError(
@@ -54,16 +55,16 @@ def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Ten
     reach = dilation * (kernel - 1) + 1  # of one output
     if isinstance(conv, _TRANSPOSED):
         both = 2 * _last(conv.padding)
-        found = (given - 1) * stride - both + reach + _last(conv.output_padding)
+        behind = (lengths - 1) * stride - both + reach + _last(conv.output_padding)
     else:
         first, both = _padding(conv, reach)
-        room = given + both - reach
-        found = torch.div(room, stride, rounding_mode="floor") + 1
+        room = lengths + both - reach
+        behind = torch.div(room, stride, rounding_mode="floor") + 1
         if getattr(conv, "ceil_mode", False):
             more = -torch.div(-room, stride, rounding_mode="floor") + 1
             # a last window must begin in the sequence or in the padding before it
-            found = torch.where((more - 1) * stride < given + first, more, more - 1)
-    return torch.where(given > 0, found, 0).clamp_min(0)
+            behind = torch.where((more - 1) * stride < lengths + first, more, more - 1)
+    return torch.where(lengths > 0, behind, 0).clamp_min(0)
 
 
 def _last(value: Any) -> int:

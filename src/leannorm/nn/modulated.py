@@ -127,8 +127,8 @@ class RMSNormGated(RMSNorm):
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """The norm of `input` and the activated `gate`, of one shape, as `norm_before_gate` says."""
-        how = self.eps, self.activation, self.norm_before_gate
-        return gated_rms_norm(input, gate, self.normalized_shape, self.weight, *how, cast=self.cast)
+        settings = self.eps, self.activation, self.norm_before_gate
+        return gated_rms_norm(input, gate, self.normalized_shape, self.weight, *settings, cast=self.cast)
 
     def extra_repr(self) -> str:
         behind = "" if self.norm_before_gate else ", norm_before_gate=False"

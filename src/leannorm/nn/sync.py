@@ -147,6 +147,6 @@ class SyncBatchNorm(Synchronized):
         timeout: float | None = None,
         debug_consistency: bool = False,
     ) -> None:
-        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
+        arguments = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*arguments, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.share(process_group, timeout, debug_consistency)

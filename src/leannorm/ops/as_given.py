@@ -91,10 +91,10 @@ def _of_cpu(name: str) -> Callable[..., Any]:
 
 def _of_triton(name: str) -> Callable[..., Any]:
     def made(*arguments: Any) -> Any:
-        found = repeated(name, arguments)
-        if found is None:
+        results = repeated(name, arguments)
+        if results is None:
             raise RefusedError
-        return found
+        return results
 
     if name in (*FORWARD, EVALUATE):
         return made

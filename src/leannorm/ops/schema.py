@@ -228,7 +228,7 @@ def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_fake("move_running_")
-def _(*given: Any) -> None:
+def _(*arguments: Any) -> None:
     return None
 
 

@@ -89,10 +89,10 @@ def first_of_all(*tensors: Tensor | None) -> Backend:
         if t is not None:
             kinds += (t.device, t.dtype, t.layout)
     key = tuple(kinds)
-    found = _PICKED.get(key)
-    if found is None:
-        found = _PICKED[key] = _first(tensors)
-    return found
+    backend = _PICKED.get(key)
+    if backend is None:
+        backend = _PICKED[key] = _first(tensors)
+    return backend
 
 
 def _first(tensors: tuple[Tensor | None, ...]) -> Backend:

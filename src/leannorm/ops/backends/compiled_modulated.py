@@ -141,15 +141,14 @@ class CompiledModulated(Compiled):
             return super().add_gated_backward(dtotal, branch, gate, start)
         rows = [None if t is None else _rows(t, start, dtotal.dtype) for t in (dtotal, branch)]
         dbranch, dgate = self.ops.row_gate_backward(*rows, self._lines(gate, dtotal, start))
-        found = None if branch is None else _from_lines(dgate, gate, dtotal, start)
-        return dbranch.view(dtotal.shape), found
+        return dbranch.view(dtotal.shape), None if branch is None else _from_lines(dgate, gate, dtotal, start)
 
     def gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating) -> tuple[Tensor, Tensor]:
-        start, *how = gating
+        start, *settings = gating
         if x.numel() == 0 or _wider(gate, x) or (gating.cast_before and _wider(weight, x)):
             return super().gated_forward(x, gate, weight, gating)
         both = [_apart(t, start, x.dtype) for t in (x, gate)]
-        y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *how)
+        y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *settings)
         return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
 
     def gated_backward(
@@ -160,8 +159,8 @@ class CompiledModulated(Compiled):
         if x.numel() == 0 or _wider(dy, x) or _wider(gate, x):
             return super().gated_backward(dy, kept, gating, want_affine)
         three = [_apart(t, start, x.dtype) for t in (dy, x, gate)]
-        how = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
-        dx, dgate, dweight = self.ops.row_gated_backward(*three, *how)
+        others = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
+        dx, dgate, dweight = self.ops.row_gated_backward(*three, *others)
         dgate = dgate.view(x.shape)
         return (
             dx.view(x.shape),

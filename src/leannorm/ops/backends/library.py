@@ -38,12 +38,12 @@ def last_cache(machine: Path | None = None) -> str:
     """
     ask = ctypes.CDLL(str(PATH)).leannorm_last_cache
     ask.restype = ctypes.c_char_p
-    found = (ctypes.c_int64 * 2)()
-    source = ask(None if machine is None else bytes(machine), found)
+    cache = (ctypes.c_int64 * 2)()
+    source = ask(None if machine is None else bytes(machine), cache)
     if source is None:
         return "unknown"
-    sharing = f" that {found[1]} processors share" if found[1] > 1 else ""
-    return f"{found[0] / 2**20:g} MiB{sharing} ({source.decode()})"
+    sharing = f" that {cache[1]} processors share" if cache[1] > 1 else ""
+    return f"{cache[0] / 2**20:g} MiB{sharing} ({source.decode()})"
 
 
 def why_unfit(path: Path, stamp: bytes, others: str) -> str | None:

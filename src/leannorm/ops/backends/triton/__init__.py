@@ -34,10 +34,10 @@ _OLDEST = 8  # compute capability; what Triton itself supports
 def _why_unavailable() -> str | None:
     """The reason why Triton cannot be used here; None if it can. Triton is not imported."""
     try:
-        found = find_spec("triton") is not None
+        installed = find_spec("triton") is not None
     except ModuleNotFoundError:
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         return "Triton is not installed"
     if torch.version.hip is not None:
         return "the kernels are written for NVIDIA's GPUs, this torch is built for AMD's"
@@ -50,8 +50,8 @@ _UNAVAILABLE = _why_unavailable()
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    found = torch.cuda.get_device_properties(device)
-    return found.major, found.minor
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
 
 
 # What torch.compiler.assume_constant_result sets; to call it would import the compiler with leannorm.
@@ -84,9 +84,9 @@ class _Kernels:
             raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED:
             import_module(f"{__name__}.interpreted").patch_interpreter()
-        found = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
-        setattr(self, operator, found)
-        return found
+        kernel = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
+        setattr(self, operator, kernel)
+        return kernel
 
 
 _kernels = _Kernels()
@@ -116,8 +116,8 @@ def _calls(operator: str) -> Callable[..., Any]:
     get a call of the operator.
     """
     through = getattr(schema.OPS, operator)
-    given = through._schema.arguments
-    numbers = [i for i, a in enumerate(given) if str(a.type) in ("float", "Optional[float]")]
+    parameters = through._schema.arguments
+    numbers = [i for i, a in enumerate(parameters) if str(a.type) in ("float", "Optional[float]")]
 
     def call(*arguments: Any) -> Any:
         if _listened_to():

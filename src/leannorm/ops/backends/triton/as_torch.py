@@ -32,8 +32,8 @@ def channel_as_torch(
     activation of -0.0 is -0.0."""
     check(x, Epilogue(weight, bias, residual, act))
     y = empty_like(x)
-    given = x, residual, y, mean, rstd, weight, bias
-    launch_mapping(channel_as_torch_kernel, x, mean, act, *given, OWN=own, SIGNED=signed)
+    tensors = x, residual, y, mean, rstd, weight, bias
+    launch_mapping(channel_as_torch_kernel, x, mean, act, *tensors, OWN=own, SIGNED=signed)
     return y
 
 

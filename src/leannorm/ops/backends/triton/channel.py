@@ -169,8 +169,8 @@ def _normalized(kept: KeptByChannelNorm, eps: float | None = None) -> Tensor:
     y = empty_like(x)
     if x.numel() == 0:
         return y
-    given = x, residual, y, mask, mean, spread, weight, bias
-    launch_mapping(normalize_kernel, x, mean, act, *given, EPS=eps)
+    tensors = x, residual, y, mask, mean, spread, weight, bias
+    launch_mapping(normalize_kernel, x, mean, act, *tensors, EPS=eps)
     return y
 
 

@@ -103,8 +103,8 @@ def _input_grad(
 ) -> None:
     x, mean, rstd, weight, *_, mask, _, act = kept
     bias, residual, out = _needed(kept)
-    given = dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, *means
-    launch_mapping(input_grad_kernel, x, mean, act, *given)
+    tensors = dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, *means
+    launch_mapping(input_grad_kernel, x, mean, act, *tensors)
 
 
 @taped

@@ -90,13 +90,13 @@ class Launch:
         pattern = None
         if bits & 15:
             pattern = tuple([values[position] & 15 == 0 for position, _, _ in places])
-            found = self.others.get(pattern)
+            call = self.others.get(pattern)
         else:
-            found = self.aligned
-        if found is None:
+            call = self.aligned
+        if call is None:
             self._first(slots, places, pattern)
             return
-        run, function, metadata, settings, stream_of, index = found
+        run, function, metadata, settings, stream_of, index = call
         enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
         if getattr(enter, "calls", True) or getattr(leave, "calls", True):  # a profiler listens
             self._public(slots, places)
@@ -124,11 +124,11 @@ class Launch:
         if known is None:
             return
         index = 0 if self.device.index is None else self.device.index
-        found = (compiled.run, compiled.function, compiled.packed_metadata, *known, index)
+        call = (compiled.run, compiled.function, compiled.packed_metadata, *known, index)
         if pattern is None:
-            self.aligned = found
+            self.aligned = call
         else:
-            self.others[pattern] = found
+            self.others[pattern] = call
 
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)

@@ -75,8 +75,8 @@ def row_ada_forward(
     mean, rstd = (empty(x.shape[:1], compute_dtype(x), x.device) for _ in range(2))
     of_gate, of_factor, of_addend = (_lines(v, x) for v in (gate, factor, addend))
     to = None if branch is None else total
-    given = x, flat(branch), of_gate, of_factor, of_addend
-    run_forward(ForwardCall(*given, y, to, mean, rstd, None, plan, eps, rms, float(one)))
+    inputs = x, flat(branch), of_gate, of_factor, of_addend
+    run_forward(ForwardCall(*inputs, y, to, mean, rstd, None, plan, eps, rms, float(one)))
     return y, total, mean, rstd
 
 
@@ -100,8 +100,8 @@ def row_ada_backward(
     of_xhat, plain = (empty((n, x.shape[1]), factor.dtype, x.device) for n in counts)
     of_line = of_xhat if want_sums else None, plain if want_sums and not alone else None
     dy, dtotal, mean, rstd = dy.contiguous(), flat(dtotal), mean.contiguous(), rstd.contiguous()
-    given = dy, dtotal, x, mean, rstd, None, _lines(factor, x)
-    run_backward(BackwardCall(*given, dx, *of_line, plan, rms, float(one)))
+    inputs = dy, dtotal, x, mean, rstd, None, _lines(factor, x)
+    run_backward(BackwardCall(*inputs, dx, *of_line, plan, rms, float(one)))
     return dx, of_xhat, plain
 
 
@@ -194,13 +194,13 @@ def row_gated_backward(
     at_once = dweight if want_affine and tile.whole else None
     shares = Shares(at_once, None, programs, kept, rstd.dtype)
     steps = _step(dy), _step(x), _step(gate)
-    given = dy, x, gate, rstd.contiguous(), weight.contiguous()
-    how = {"ACT": act, "BEFORE": norm_before_gate}
+    tensors = dy, x, gate, rstd.contiguous(), weight.contiguous(), dx, dgate
+    form = {"ACT": act, "BEFORE": norm_before_gate}
     if tile.whole:
-        arguments = (*given, dx, dgate, shares.dweight, outer, kept, count, *steps)
-        run(kernels.gated_backward_tile, programs, x, tile, plan, *arguments, **how, STAGES=stages)
+        arguments = (*tensors, shares.dweight, outer, kept, count, *steps)
+        run(kernels.gated_backward_tile, programs, x, tile, plan, *arguments, **form, STAGES=stages)
     else:
-        run(kernels.gated_backward_long, count, x, tile, plan, *given, dx, dgate, outer, kept, *steps, **how)
+        run(kernels.gated_backward_long, count, x, tile, plan, *tensors, outer, kept, *steps, **form)
     if want_affine and not tile.whole:
         tile = tiles.shares(1, x.element_size())
         count, blocks = tile.needed(outer, 1), -(-kept // tile.block)
@@ -210,7 +210,7 @@ def row_gated_backward(
             kernels.gated_shares,
             parts * blocks,
             *(x, tile, plan),
-            *(*given[:4], shares.dweight, outer, kept, count, parts, *steps),
+            *(*tensors[:4], shares.dweight, outer, kept, count, parts, *steps),
             ACT=act,
         )
     shares.add_up()

@@ -127,21 +127,21 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
         if block <= a_tile:
             programs = _CROWDED.get((itemsize, block), 4)
             warps = 8 if (itemsize, block) == (2, 128) else 4
-            found = Backward(Tile(a_tile // block, block, warps), programs, fold=block * itemsize >= 2048)
+            launch = Backward(Tile(a_tile // block, block, warps), programs, fold=block * itemsize >= 2048)
         elif block == 2 * a_tile:
-            found = Backward(Tile(1, block, 8), 2, fold=True)
+            launch = Backward(Tile(1, block, 8), 2, fold=True)
         elif itemsize < 8 and block == 4 * a_tile:
-            found = Backward(Tile(1, block, 8), 1, fold=True)
+            launch = Backward(Tile(1, block, 8), 1, fold=True)
         elif itemsize < 8 and block == 8 * a_tile:
-            found = Backward(Tile(1, block // 2, 8), 1, fold=True, halves=True)
+            launch = Backward(Tile(1, block // 2, 8), 1, fold=True, halves=True)
         else:
             return None
-        deeper = found._replace(stages=3)
-        fits = deeper.shared(itemsize, tensors) <= shared and not (found.halves and tensors > 2)
+        deeper = launch._replace(stages=3)
+        fits = deeper.shared(itemsize, tensors) <= shared and not (launch.halves and tensors > 2)
         if itemsize == 2 and fits:
-            found = deeper
+            launch = deeper
         if itemsize == 4 and block == 2 * a_tile:
-            found = found._replace(stages=3, programs=1)
+            launch = launch._replace(stages=3, programs=1)
     else:
         rows = _beside(inner, itemsize)
         fold = rows * block >= a_tile or power_of_two(inner) <= rows
@@ -150,16 +150,16 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
         if rows * block > 65536 // itemsize // 4:
             return None
         warps = min(max(rows * block // 512, 4), 16)
-        found = Backward(Tile(rows, block, warps), 16 // warps if fold else 2, fold)
+        launch = Backward(Tile(rows, block, warps), 16 // warps if fold else 2, fold)
     if itemsize == 8:
-        found = found._replace(programs=max(found.programs // 2, 1))
+        launch = launch._replace(programs=max(launch.programs // 2, 1))
     if _scattered(kept, inner, itemsize):
-        tile = found.tile._replace(warps=min(2 * found.tile.warps, 16))
-        found = found._replace(tile=tile, programs=max(found.programs // 2, 1))
-    if found.shared(itemsize, tensors) > shared:
+        tile = launch.tile._replace(warps=min(2 * launch.tile.warps, 16))
+        launch = launch._replace(tile=tile, programs=max(launch.programs // 2, 1))
+    if launch.shared(itemsize, tensors) > shared:
         return None
-    limit = min(_REGISTERS // (32 * found.tile.warps * found.programs) // 8 * 8, 255)  # given out by eights
-    return found._replace(tile=found.tile._replace(registers=limit))
+    limit = min(_REGISTERS // (32 * launch.tile.warps * launch.programs) // 8 * 8, 255)  # given out by eights
+    return launch._replace(tile=launch.tile._replace(registers=limit))
 
 
 def shares(inner: int, itemsize: int) -> Tile:

@@ -37,8 +37,8 @@ def _device(device: torch.device) -> tuple[int, int]:
     """Major compute capability, and bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return 9, 227 << 10
-    found = torch.cuda.get_device_properties(device)
-    return found.major, getattr(found, "shared_memory_per_block_optin", 99 << 10)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, getattr(properties, "shared_memory_per_block_optin", 99 << 10)
 
 
 def unspilled(tile: tiles.Tile, x: Tensor, registers: int) -> tiles.Tile:
@@ -167,9 +167,9 @@ def row_forward(
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    given = dense, _like(dense, residual), NO_LINE, Line(flat(weight)), Line(flat(bias))
+    inputs = dense, _like(dense, residual), NO_LINE, Line(flat(weight)), Line(flat(bias))
     results = y, None if residual is None else total, mean, rstd, valid
-    call = ForwardCall(*given, *results, plan, eps, rms, float(weight_offset), cast_before)
+    call = ForwardCall(*inputs, *results, plan, eps, rms, float(weight_offset), cast_before)
     run_forward(call, view or NO_VIEW)
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
@@ -203,11 +203,11 @@ def row_backward(
     view = None if dtotal is not None else view_of(start, stop, dy, x, dx)
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     dx = dx if dense is x else empty_like(dense)
-    given = dy if view else _like(dense, dy), _like(dense, dtotal), dense
+    inputs = dy if view else _like(dense, dy), _like(dense, dtotal), dense
     statistics = mean.contiguous(), rstd.contiguous(), valid
     of_affine = dweight if want_affine else None, dbias if want_affine and not rms else None
     call = BackwardCall(
-        *given, *statistics, Line(flat(weight)), dx, *of_affine, plan, rms, float(weight_offset)
+        *inputs, *statistics, Line(flat(weight)), dx, *of_affine, plan, rms, float(weight_offset)
     )
     run_backward(call, view or NO_VIEW)
     return _in_layout_of(x, dx, dense), dweight, dbias
@@ -236,11 +236,11 @@ def run_backward(call: BackwardCall, view: View = NO_VIEW) -> None:
     """Launch the backward pass."""
     x, plan = call.x, call.plan
     tensors = (2 if call.dtotal is None else 3) + (call.weight.each == 1)
-    how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
-    if how is None:
+    backward = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
+    if backward is None:
         _backward_long(call)
     else:
-        _backward_tile(call, how, view)
+        _backward_tile(call, backward, view)
 
 
 def grouped(weight: Line, plan: Plan) -> tuple[int, int]:
@@ -250,13 +250,13 @@ def grouped(weight: Line, plan: Plan) -> tuple[int, int]:
     return plan.outer // weight.each, weight.each
 
 
-def _backward_tile(call: BackwardCall, how: tiles.Backward, view: View) -> None:
+def _backward_tile(call: BackwardCall, backward: tiles.Backward, view: View) -> None:
     dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, rms, one = call
     _, kept, inner = plan
     groups, rows = grouped(weight, plan)
-    count = how.tile.needed(rows, inner)
-    halves = 2 if how.halves else 1
-    parts = min(count, max(processors(x.device) * how.programs // halves // groups, 1))
+    count = backward.tile.needed(rows, inner)
+    halves = 2 if backward.halves else 1
+    parts = min(count, max(processors(x.device) * backward.programs // halves // groups, 1))
     in_lines = weight.each is not None and weight.each > 1
     by_row = dweight is None or weight.each == 1  # no sums over rows
     shares = Shares(dweight, dbias, 1 if by_row else parts, kept, mean.dtype, groups)
@@ -264,13 +264,13 @@ def _backward_tile(call: BackwardCall, how: tiles.Backward, view: View) -> None:
     run(
         row_backward_kernels.backward_tile,
         groups * parts * halves,
-        *(x, how.tile, plan),
+        *(x, backward.tile, plan),
         *(dy, dtotal, x, mean, rstd, valid, weight.values, dx),
         *(shares.dweight, shares.dbias, rows, kept, inner),
         *(count, *lines, *view.arguments(3)),
         RMS=rms,
         ONE=one,
-        HOW=how,
+        HOW=backward,
     )
     shares.add_up()
 

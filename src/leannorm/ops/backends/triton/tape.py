@@ -39,7 +39,7 @@ class _Recorder:
     """One call, as it is noted: its arguments, and then the tensors that it makes, have numbers."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        self.slots, self.given = list(arguments), len(arguments)
+        self.slots, self.first_made = list(arguments), len(arguments)
         self.made: list[int | Tensor] = []
         self.launches: list[tuple[Launch, Places]] = []
         self.sayable = True
@@ -49,7 +49,7 @@ class _Recorder:
         for number, slot in enumerate(self.slots):
             if slot is t:
                 return number, 0
-        for number in range(self.given, len(self.slots)):
+        for number in range(self.first_made, len(self.slots)):
             whole: Tensor = self.slots[number]
             if t._base is whole and t.dtype == whole.dtype and t.is_contiguous() and whole.is_contiguous():
                 return number, int(t.storage_offset())
@@ -61,11 +61,11 @@ class _Recorder:
         places = []
         for position, t in enumerate(arguments):
             if isinstance(t, Tensor):
-                found = self.place(t)
-                if found is None:
+                place = self.place(t)
+                if place is None:
                     self.sayable = False
                     return
-                places.append((position, *found))
+                places.append((position, *place))
         self.launches.append((launch, places))
 
     def tape(self, result: Any) -> _Tape | None:

@@ -98,8 +98,8 @@ def choice_for(device: torch.device) -> Choice | None:
     """What is used on the device from the first call on; None for the defaults."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    return load(found.name, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    return load(properties.name, properties.multi_processor_count)
 
 
 def save(file: Path, device: str, processors: int, choice: Choice) -> None:
