@@ -50,10 +50,11 @@ class Convolution(NamedTuple):
     padding_mode: str
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        none = (0,) * len(self.stride)
-        return torch.convolution(
-            self.padded(x), weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
-        )
+        return torch.convolution(self.padded(x), weight, bias, *self._settings())
+
+    def _settings(self) -> tuple[Any, ...]:
+        """What torch's operators take behind the operands."""
+        return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
 
     def padded(self, x: Tensor) -> Tensor:
         return F.pad(x, self.pad, mode=self.padding_mode) if any(self.pad) else x
@@ -65,18 +66,9 @@ class Convolution(NamedTuple):
         padded = self.padded(x)
 
         def gradients(part: slice, mask: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+            operands = dz[part], padded[part], weight, [weight.shape[0]] if bias else None
             result: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
-                dz[part],
-                padded[part],
-                weight,
-                [weight.shape[0]] if bias else None,
-                self.stride,
-                self.padding,
-                self.dilation,
-                False,
-                (0,) * len(self.stride),
-                self.groups,
-                mask,
+                *operands, *self._settings(), mask
             )
             return result
 

@@ -138,10 +138,8 @@ def batch_norm_act(
     >>> bool((y >= 0).all())
     True
     """
-    others = has_torch_function_variadic(
-        input, running_mean, running_var, weight, bias, residual
-    ) or elsewhere(input)
-    if others:
+    tensors = (input, running_mean, running_var, weight, bias, residual)
+    if has_torch_function_variadic(*tensors) or elsewhere(input):
         values = (
             *(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual),
             *(mask, lengths, fill),

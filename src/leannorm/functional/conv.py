@@ -119,12 +119,8 @@ def conv_batch_norm(
     _checks.momentum(momentum)
     if num_batches_tracked is None and running_mean is not None and training:
         _checks.momentum_is_a_number(momentum)
-    for name, v in (
-        ("running_mean", running_mean),
-        ("running_var", running_var),
-        ("bn_weight", bn_weight),
-        ("bn_bias", bn_bias),
-    ):
+    vectors = "running_mean", "running_var", "bn_weight", "bn_bias"
+    for name, v in zip(vectors, tensors[3:], strict=True):
         _checks.one_per_output_channel(name, v, conv_weight)
     _checks.running_statistics(running_mean, running_var, training)
     _checks.same_device("num_batches_tracked", num_batches_tracked, input)
@@ -266,16 +262,10 @@ def _convolution(
         before = after = list(none)
     else:
         before = after = list(each("padding", padding, 0))
-    symmetric = before == after and padding_mode == "zeros"
-    pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
-    return Convolution(
-        stride,
-        tuple(before) if symmetric else none,
-        dilation,
-        groups,
-        none * 2 if symmetric else tuple(pad),
-        PADDING_MODES[padding_mode],
-    )
+    pad = tuple(n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair)
+    by_itself = before == after and padding_mode == "zeros"  # else F.pad comes before it
+    own, added = (tuple(before), none * 2) if by_itself else (none, pad)
+    return Convolution(stride, own, dilation, groups, added, PADDING_MODES[padding_mode])
 
 
 _OPTIONS = "stride padding padding_name dilation groups padding_mode training momentum eps eps_mode".split()

@@ -211,14 +211,11 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    if (
-        has_torch_function_variadic(input, residual, weight, bias, mask, lengths)
-        or type(input) is NestedTensor
-    ):
+    tensors = (input, residual, weight, bias)
+    if has_torch_function_variadic(*tensors, mask, lengths) or type(input) is NestedTensor:
         values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
         return hand_over(add_layer_norm, values)
-    form = stock.RowForm(eps, dim)
-    return _row_norm((input, residual, weight, bias), normalized_shape, form, mask, lengths)
+    return _row_norm(tensors, normalized_shape, stock.RowForm(eps, dim), mask, lengths)
 
 
 @public(packed=jagged.rows, dtype=dtype_of_cast)

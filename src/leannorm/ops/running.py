@@ -110,11 +110,8 @@ class RunningVerbs:
         running_mean, running_var, num_batches, momentum = running
         mean, m2, count = moments.mean, moments.m2, moments.count
         finite: bool | Tensor = True
-        if (
-            running_mean is not None
-            and running_var is not None
-            and not (isinstance(count, int) and count == 0)
-        ):
+        empty = isinstance(count, int) and count == 0
+        if running_mean is not None and running_var is not None and not empty:
             factor: float | Tensor = 0.0 if momentum is None else momentum
             if momentum is None and num_batches is not None:
                 factor = (num_batches + 1).to(mean.dtype).reciprocal()
