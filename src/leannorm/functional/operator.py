@@ -22,7 +22,7 @@ from leannorm.functional.running import running_mean_and_rstd
 from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.reference import at_least_one
-from leannorm.ops.modes import exporting, rebuilding, sharded, transformed
+from leannorm.ops.modes import exporting, rebuilding, recorded, sharded, transformed
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.running import frozen
 
@@ -135,7 +135,7 @@ def _checked(
         )
     if not is_infer:
         _checks.writable(estimated_mean=estimated_mean, estimated_var=estimated_var)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, bias)):
+        if recorded(x, scale, bias):
             _checks.may_be_kept(x=x, scale=scale, bias=bias)
     if isinstance(batch_id, int) and batch_id < 0:
         raise InputError(f"batch_id counts batches from 0, got {batch_id}; pass None to always use momentum")

@@ -37,28 +37,22 @@ def channel_as_torch(
     return y
 
 
-def _steps(x: Tensor, kept: int) -> tuple[int, int, int]:
-    """How many rows lie one step apart, the step of so many together, and theirs, in values."""
-    if x.is_contiguous():
-        return 1, kept, 0
-    return x.shape[1], x.stride(0), x.stride(1)
-
-
 @taped
 def row_as_torch(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, kept: int, dtype: torch.dtype
 ) -> Tensor:
     """For rows of `kept` values, each a line of memory; x is contiguous, or `[outer, inner, kept]`."""
     y = empty(x.shape, dtype, x.device)
-    inner, outer_step, inner_step = _steps(x, kept)
+    # how many rows lie one step apart, the step of so many together, and theirs, in values
+    steps = (1, kept, 0) if x.is_contiguous() else (x.shape[1], x.stride(0), x.stride(1))
     block = min(power_of_two(kept), _TILE)
     rows, together = x.numel() // kept, _TILE // block
     launch(
         row_as_torch_kernel,
         -(-rows // together),
         x.device,
-        *(x, y, mean, rstd, weight, bias, rows, inner, outer_step, inner_step),
-        V=gcd(16, kept, outer_step, inner_step),
+        *(x, y, mean, rstd, weight, bias, rows, *steps),
+        V=gcd(16, kept, *steps[1:]),
         KEPT=kept,
         ROWS=together,
         BLOCK=block,
