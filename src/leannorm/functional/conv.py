@@ -262,9 +262,9 @@ def _convolution(
         before = after = list(none)
     else:
         before = after = list(each("padding", padding, 0))
-    pad = tuple(n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair)
+    pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
     by_itself = before == after and padding_mode == "zeros"  # else F.pad comes before it
-    own, added = (tuple(before), none * 2) if by_itself else (none, pad)
+    own, added = (tuple(before), none * 2) if by_itself else (none, tuple(pad))
     return Convolution(stride, own, dilation, groups, added, PADDING_MODES[padding_mode])
 
 

@@ -122,9 +122,7 @@ def group_norm_act(
     return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps, (mask, lengths, fill))
 
 
-def _group_norm(
-    input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking
-) -> Tensor:
+def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
     if exporting():
         if masking[0] is not None or masking[1] is not None:
             return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
