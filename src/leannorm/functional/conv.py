@@ -268,7 +268,8 @@ def _convolution(
     return Convolution(stride, own, dilation, groups, added, PADDING_MODES[padding_mode])
 
 
-_OPTIONS = "stride padding padding_name dilation groups padding_mode training momentum eps eps_mode".split()
+_GEOMETRY = "stride padding padding_name dilation groups padding_mode"
+_OPTIONS = f"{_GEOMETRY} training momentum eps eps_mode".split()
 
 
 def _run(*arguments: Any) -> Tensor:

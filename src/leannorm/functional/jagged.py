@@ -84,6 +84,4 @@ def rows(function: Callable[..., Any], arguments: Arguments) -> Tensor | tuple[T
     if dim is not None:
         plain["dim"] = first - 1
     made = function(**plain)
-    return (
-        (_like(input, made[0]), _like(input, made[1])) if isinstance(made, tuple) else _like(input, made)
-    )
+    return (_like(input, made[0]), _like(input, made[1])) if isinstance(made, tuple) else _like(input, made)
