@@ -67,8 +67,8 @@ class Lines:
         spans = _spans(step, chain[-1], self.stock.held // _SPAN)
         short = [choice.again for choice in Cuts(step, spans).chain()]
         least = self.stock.held // _PARTS
-        chains = [[*_in_parts(step, sets, least)] for sets in (chain, short)]
-        early = (again for sets in chains for again in _early(step, sets, self.stock.held // _LARGE))
+        chains = [[*_in_parts(step, line, least)] for line in (chain, short)]
+        early = (again for line in chains for again in _early(step, line, self.stock.held // _LARGE))
         sets = dict.fromkeys([*chains[0], *chains[1], *early])
         points = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
         points.sort(key=lambda p: (p.peak, p.seconds))
