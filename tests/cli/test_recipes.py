@@ -1,6 +1,9 @@
 """Every recipe of `lean()` is tried on the torch at hand; one that does not fit it rests, and says why."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -40,6 +43,13 @@ def test_every_recipe_is_alive_that_can_be_tried_here():
     by_nodes = {"CopySlices", "AsStridedBackward0"} if NODES is None else set()
     assert {one.kind for one in states if one.state == NOT_TRIED} == ELSEWHERE | by_nodes
     assert all(one.why for one in states if one.state == NOT_TRIED)
+
+
+def test_recipes_stand_in_one_order_in_all_processes():
+    run = [sys.executable, "-c", "from leannorm.saving.recipes import RECIPES; print(*RECIPES)"]
+    environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
+    orders = [subprocess.check_output(run, env=env, text=True).split() for env in environments]
+    assert orders[0] == orders[1] == list(RECIPES)
 
 
 def test_a_recipe_whose_node_keeps_something_else_rests(monkeypatch):

@@ -20,7 +20,7 @@ _RESHAPED = {"ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "Squeeze
 VIEWS = {*_RESHAPED, "SqueezeBackward2", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
-@recipe(*VIEWS, "ExpandBackward0")
+@recipe(*sorted(VIEWS), "ExpandBackward0")  # in one order in all processes
 def in_shape(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
     x, shape = value_of(0), tuple(node._input_metadata[output].shape)
     function: Callable[..., Tensor] = Tensor.expand if kind_of(node) == "ExpandBackward0" else torch.reshape
