@@ -76,9 +76,9 @@ def run(request):
 
 @pytest.fixture(autouse=True)
 def products_that_take_no_memory_of_their_own(request):
-    """oneDNN packs matrices of bfloat16 for processors with tiles, which no plan sees."""
+    """oneDNN packs matrices of bfloat16 where a processor multiplies such, which no plan sees."""
     before = torch._C._get_mkldnn_enabled()
-    packs = "bfloat16" in request.node.name and torch.cpu._is_amx_tile_supported()
+    packs = "bfloat16" in request.node.name and torch.cpu._is_avx512_bf16_supported()
     torch._C._set_mkldnn_enabled(before and not packs)
     yield
     torch._C._set_mkldnn_enabled(before)
