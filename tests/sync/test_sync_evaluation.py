@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from leannorm import convert, nn
 from leannorm.autograd import fast
+from leannorm.distributed import membership
 from leannorm.ops.backends import CPU
 
 
@@ -80,3 +81,34 @@ def test_evaluation_takes_the_fast_path(track, monkeypatch):
     assert len(answers) == len(layers)
     assert all(answer is y for answer, y in zip(answers, found, strict=True))
     assert all(torch.equal(y, found[0]) for y in found)
+
+
+@pytest.mark.parametrize("declined", [False, True])
+def test_each_evaluation_is_noted_once(declined, monkeypatch):
+    """Also one that the fast path declines, which goes the whole way."""
+    noted = []
+    monkeypatch.setattr("leannorm.nn.sync.connected_group", lambda asked: "all")
+    monkeypatch.setattr("leannorm.nn.sync.note_evaluation", lambda *told: noted.append(told))
+    layer, x = nn.SyncBatchNorm(4).eval(), torch.randn(2, 4, 6, 6)
+    layer(x[..., ::2] if declined else x)  # not dense
+    assert noted == [("all", layer.layer_name)]
+
+
+def test_a_mesh_is_asked_for_its_ranks_once(monkeypatch):
+    monkeypatch.setattr(membership, "_world", lambda: None)
+
+    class Mesh:
+        ndim, asked = 2, 0
+
+        def get_coordinate(self):
+            return [0, 1]
+
+        @property
+        def mesh(self):
+            self.asked += 1
+            return torch.arange(4).view(2, 2)
+
+    mesh = Mesh()
+    ranks_of = [membership._ranks_along(mesh, dims)[1] for dims in ((0, 1), [1], (0, 1), [1])]
+    assert ranks_of == [(0, 1, 2, 3), (0, 1)] * 2
+    assert mesh.asked == 2
