@@ -145,9 +145,11 @@ def test_what_shares_nothing_is_freed_layer_by_layer():
 def test_a_large_part_is_taken_early_where_a_budget_lies_in_its_gap():
     """As a language model's logits: a fifth of the bytes at a high price, behind layers at a low one."""
     layers = [Value(100, MILLI, (0,), i, i, 100) for i in range(1, 9)]
-    values = [Value(0, None), *layers, Value(200, 10 * MILLI, (0,), 9, 9, 200)]
-    backward = [Moment((i,)) for i in range(9, 0, -1)]
-    lines = Lines(Step(values, 10, backward, [0] * 19, frozenset(range(10)), 100 * MILLI))
+    never_kept = Value(None, 0.0, (0,), 9, 9, 200)
+    values = [Value(0, None), *layers, never_kept, Value(200, 10 * MILLI, (9,), 9, 9, 200)]
+    backward = [Moment((i,)) for i in (10, *range(8, 0, -1))]
+    stock = frozenset(range(11)) - {9}
+    lines = Lines(Step(values, 10, backward, [0] * 19, stock, 100 * MILLI))
     made = plan(lines, Goal(budget=0.15))  # one layer at most is held, or the logits are
     assert (made.point.held, made.point.seconds) == (100, pytest.approx(17 * MILLI))
 

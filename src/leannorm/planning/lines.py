@@ -100,9 +100,16 @@ def _early(step: Step, sets: list[frozenset[int]], least: int) -> Iterator[froze
     A chain has it late where a second frees few bytes of it. Between the points before and behind it lies a
     gap of its size, and a budget in that gap is met sooner with this part and fewer of the others.
     """
+    unkept = _unkept(step)
     for at, (reached, after) in enumerate(pairwise(sets)):
         if _bytes_of(step, after - reached) >= least:
-            yield from (before | (after - reached) for before in sets[: at : at // _EARLY + 1])
+            part = (after - reached) | unkept
+            yield from (before | part for before in sets[: at : at // _EARLY + 1])
+
+
+def _unkept(step: Step) -> set[int]:
+    """The values that cannot be kept, and are made again wherever they are needed."""
+    return {i for i, value in enumerate(step.values) if value.nbytes is None}
 
 
 def _bytes_of(step: Step, values: Iterable[int]) -> int:
@@ -186,7 +193,7 @@ def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float
 
 def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
     """From a point to lower peaks by changing one value after the other, of those alive at the peak."""
-    unkept = {i for i, value in enumerate(step.values) if value.nbytes is None}
+    unkept = _unkept(step)
     free = _free(step)
     trials, tried = _TRIALS, {point.again}
     while trials > 0 and point.alive:
