@@ -101,7 +101,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, cons
   const RowForward args{{rows, kept, 1, 1, 1}, data(x), data(branch), {}, {}, {},
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), one, eps, rms, false,
                         stream(x, (branch ? 4 : 2) + 2 * (factor.sizes()[0] == rows), {&y}), kept, kept, 1, 0};
-  const auto forward = LEANNORM_PICK(row_kernels).forward[0][element_type(x)];
+  const RowKernels& kernels = LEANNORM_PICK(row_kernels);
+  const auto forward = kernels.forward[0][element_type(x)];
   torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) {
     for (int64_t stop; begin < end; begin = stop) {
       RowForward some = args;
@@ -109,6 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, cons
       stop = gates.stop(begin, factors.stop(begin, addends.stop(begin, end)));
       forward(some, begin, stop);
     }
+    if (args.stream) kernels.settle();
   });
   return {y, total, mean, rstd};
 }
@@ -125,7 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Opti
   const RowBackward args{{x.sizes()[0], kept, 1, 1, 1}, data(dy), data(dtotal), data(x), data(mean), data(rstd), {},
                          mutable_data(dx), one, rms, alone, stream(x, (dtotal ? 4 : 3) + 2 * alone, {&dx, &with_xhat}),
                          kept, kept, kept, kept, 1, 0, 0};
-  const auto backward = LEANNORM_PICK(row_kernels).backward[0][element_type(x)];
+  const RowKernels& kernels = LEANNORM_PICK(row_kernels);
+  const auto backward = kernels.backward[0][element_type(x)];
   char* const of_dy = alone ? nullptr : mutable_data(plain);
   sum_groups(x, groups, want_sums ? 2 : 0, {mutable_data(with_xhat), of_dy}, type,
              [&](int64_t begin, int64_t end, const Pointers& to) {
@@ -134,6 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Opti
                  some.weight = factors.of(begin);
                  backward(some, begin, stop = factors.stop(begin, end), to[0], to[1]);
                }
+               if (args.stream) kernels.settle();
              }, alone);
   return {dx, with_xhat, plain};
 }

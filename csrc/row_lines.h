@@ -105,7 +105,6 @@ template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t
     if (a.stream) line_forward_rows<T, true>(a, row, rows);
     else line_forward_rows<T, false>(a, row, rows);
   }
-  if (a.stream) settle();
 }
 
 // What one row's gradient needs: dx = rstd * (dy * weight + first + xhat * second) + dtotal.
@@ -235,9 +234,8 @@ void line_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweig
     else if (dbias == nullptr) line_backward_as<T, Shares::weight, kStream>(a, begin, end, dweight, dbias);
     else line_backward_as<T, Shares::both, kStream>(a, begin, end, dweight, dbias);
   };
-  if (!a.stream) return as(std::false_type{});
-  as(std::true_type{});
-  settle();
+  if (a.stream) as(std::true_type{});
+  else as(std::false_type{});
 }
 
 }  // namespace leannorm::LEANNORM_ISA::rows

@@ -188,9 +188,8 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
 }
 
 template <class T> void panel_forward(const RowForward& a, int64_t begin, int64_t end) {
-  if (!a.stream) return panel_forward_as<T, false>(a, begin, end);
-  panel_forward_as<T, true>(a, begin, end);
-  settle();
+  if (a.stream) panel_forward_as<T, true>(a, begin, end);
+  else panel_forward_as<T, false>(a, begin, end);
 }
 
 // With dweight null, the parameters' gradients are not computed.
@@ -252,9 +251,8 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
 
 template <class T>
 void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
-  if (!a.stream) return panel_backward_as<T, false>(a, begin, end, dweight, dbias);
-  panel_backward_as<T, true>(a, begin, end, dweight, dbias);
-  settle();
+  if (a.stream) panel_backward_as<T, true>(a, begin, end, dweight, dbias);
+  else panel_backward_as<T, false>(a, begin, end, dweight, dbias);
 }
 
 }  // namespace leannorm::LEANNORM_ISA::rows

@@ -44,20 +44,6 @@ template <int kTensors> class Runs {
     if (axes_.empty()) axes_.push_back({1, {}});
   }
 
-  // Where runs are short, rows at one place of several runs become a run: what they read lies far apart, and is asked
-  // of memory at once in the place of one run after the other.
-  void across(int64_t most) {
-    if (ahead(0) == 0) return;
-    int64_t several = std::min(most, axes_[1].size);
-    while (axes_[1].size % several != 0) --several;
-    if (several == 1) return;
-    Axis inner = axes_[1];
-    inner.size = several;
-    axes_[1].size /= several;
-    for (int64_t& step : axes_[1].step) step *= several;
-    axes_.insert(axes_.begin(), inner);
-  }
-
   const Offsets& step() const { return axes_[0].step; }
 
   // From a row to the one at its place in the next run; 0 where a run is long.

@@ -179,7 +179,6 @@ RowForward moved(RowForward args, const Runs<2>::Offsets& at, const Runs<2>& run
   args.rstd = static_cast<char*>(args.rstd) + at[2] * wide;
   args.x_row = step[0], args.y_row = step[1], args.statistics_row = step[2];
   args.x_ahead = runs.ahead(0);
-  args.stream = args.stream && args.x_ahead == 0;  // each short run would wait until its writes have settled
   return args;
 }
 RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& runs, const Tensor& x) {
@@ -222,13 +221,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   const RowForward args{rows.shape, data(rows.x), data(added), {}, {data(w)}, {data(b)},
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), weight_offset, eps,
                         rms, cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
-  const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
+  const RowKernels& kernels = LEANNORM_PICK(row_kernels);
+  const auto forward = kernels.forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape), size = given.element_size();
   const char* const there = valid_rows(valid, rows.shape.outer * rows.shape.inner);
-  const auto each = [&](auto body) { torch::stable::parallel_for(0, units, grain(given.numel() / units), body); };
+  const auto each = [&](auto body) {
+    torch::stable::parallel_for(0, units, grain(given.numel() / units), [&](int64_t begin, int64_t end) {
+      body(begin, end);
+      if (args.stream) kernels.settle();
+    });
+  };
   if (rows.apart) {
-    Runs<2> runs({&rows.x, &y}, start, stop);
-    runs.across(kLinesTogether);
+    const Runs<2> runs({&rows.x, &y}, start, stop);
     each([&](int64_t begin, int64_t end) {
       runs.each(begin, end, [&](const auto& at, int64_t n) {
         const char* const of_run = there == nullptr ? nullptr : there + at[2];
@@ -304,6 +308,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
         });
       else on_valid(args, there, given.element_size(), first, last, some);
     }
+    if (args.stream) kernels.settle();
   });
   const auto sum = kernels.sum[type == ScalarType::Double];
   torch::stable::parallel_for(0, vectors > 0 ? shape.kept : 0, grain(chunks * vectors), [&](int64_t begin, int64_t end) {

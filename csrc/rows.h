@@ -63,6 +63,7 @@ struct RowKernels {
   Forward forward[2][4];
   Backward backward[2][4];
   Sum sum[2];  // float, double
+  void (*settle)();  // at the end of a thread's share of what is streamed, before anybody else reads it
 };
 
 LEANNORM_DECLARE(RowKernels, row_kernels)

@@ -28,6 +28,7 @@ extern const RowKernels row_kernels = {
     {EACH_TYPE(line_forward), EACH_TYPE(panel_forward)},
     {EACH_TYPE(line_backward), EACH_TYPE(panel_backward)},
     {rows::sum_vectors<float>, rows::sum_vectors<double>},
+    settle,
 };
 
 }  // namespace leannorm::LEANNORM_ISA
