@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from leannorm import convert, nn
 from leannorm.autograd import fast
-from leannorm.distributed import membership
 from leannorm.ops.backends import CPU
 
 
@@ -92,23 +91,3 @@ def test_each_evaluation_is_noted_once(declined, monkeypatch):
     layer, x = nn.SyncBatchNorm(4).eval(), torch.randn(2, 4, 6, 6)
     layer(x[..., ::2] if declined else x)  # not dense
     assert noted == [("all", layer.layer_name)]
-
-
-def test_a_mesh_is_asked_for_its_ranks_once(monkeypatch):
-    monkeypatch.setattr(membership, "_world", lambda: None)
-
-    class Mesh:
-        ndim, asked = 2, 0
-
-        def get_coordinate(self):
-            return [0, 1]
-
-        @property
-        def mesh(self):
-            self.asked += 1
-            return torch.arange(4).view(2, 2)
-
-    mesh = Mesh()
-    ranks_of = [membership._ranks_along(mesh, dims)[1] for dims in ((0, 1), [1], (0, 1), [1])]
-    assert ranks_of == [(0, 1, 2, 3), (0, 1)] * 2
-    assert mesh.asked == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -168,13 +167,8 @@ def mesh_group(mesh: Any, dims: Sequence[int]) -> str:
 
 def _ranks_along(mesh: Any, dims: Sequence[int]) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
     """The ranks with this one along these dimensions of a mesh, and the group of all."""
-    return _world(), _ranks_at(mesh, tuple(mesh.get_coordinate()), tuple(dims))
-
-
-@lru_cache  # a mesh makes the tensor of its ranks anew each time that it is asked
-def _ranks_at(mesh: Any, coordinate: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
-    across = tuple(slice(None) if i in dims else at for i, at in enumerate(coordinate))
-    return tuple(mesh.mesh[across].flatten().tolist())
+    across = tuple(slice(None) if i in dims else at for i, at in enumerate(mesh.get_coordinate()))
+    return _world(), tuple(mesh.mesh[across].flatten().tolist())
 
 
 mesh_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
