@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ import leannorm
 from leannorm._catalog import norms_of
 from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.observe import observe
-from leannorm.report.doctor.parallel import ROUNDING, _partial
+from leannorm.report.doctor.parallel import ROUNDING, _partial, partial_gradients
+from leannorm.report.doctor.ranks import in_numbers
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -277,3 +279,15 @@ def test_one_process_without_a_job_is_as_before():
     assert [one.check for one in report.findings] == ["momentum", "removed_bias"]
     with pytest.raises(leannorm.InputError, match="call init_process_group first"):
         leannorm.doctor(model, group="dp")
+
+
+def test_a_gradient_that_is_not_finite_hides_no_other_of_its_layer():
+    far = torch.zeros(64)
+    far[[3, 40]] = float("inf")  # told in numbers, of which some are infinite and some NaN
+    gradients = [
+        {"n.weight": ("", in_numbers(weight)), "n.bias": ("", in_numbers(bias))}
+        for weight, bias in ((far, torch.ones(64)), (torch.zeros(64), 2 * torch.ones(64)))
+    ]
+    both = [SimpleNamespace(number=number, steps=False, wrapped=None) for number in (0, 1)]
+    faults = list(partial_gradients.find(SimpleNamespace(ranks=both, gradients=gradients)))
+    assert [fault.severity for fault in faults] == ["warning", None]

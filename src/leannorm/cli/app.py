@@ -42,7 +42,7 @@ def leannorm(
 def _after_the_package(command: Callable[..., None]) -> Callable[..., None]:
     """The command, once all of leannorm is imported, and the files of its report can be written.
 
-    Help and bad usage come before (`leannorm_command`).
+    Help, and options that there are none of, come before (`leannorm_command`).
     """
 
     @wraps(command)

@@ -222,8 +222,8 @@ def partial_gradients(subject: Subject) -> Iterator[Found]:
             sums = told.setdefault(name, {}).setdefault(part, {})
             first, others = sums.get(_summing(rank), (rank.number, [0.0] * len(values)))
             sums[_summing(rank)] = first, [a + b for a, b in zip(values, others, strict=True)]
-            path = name.rpartition(".")[0]
-            largest[path] = max(largest.get(path, 0.0), math.hypot(*values))
+            path, size = name.rpartition(".")[0], math.hypot(*values)
+            largest[path] = max(largest.get(path, 0.0), size if math.isfinite(size) else 0.0)
     for name, parts in told.items():
         path, _, own = name.rpartition(".")
         for copies in parts.values():
