@@ -51,7 +51,7 @@ struct State {
   std::unordered_map<PyObject*, Caller> callers;
   Ref following, plan, calls;  // a plan (plans.py) or None, and what was saved so far
   Now now;
-  long most_values = 0;  // in the ledger, until those that are gone are looked for; then it says how many more
+  long most_values = 0;  // the ledger looks for values that are gone where it has more, and says the next limit
   long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
   bool everything, reads_weights, flags_changed;

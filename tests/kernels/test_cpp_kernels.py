@@ -292,11 +292,18 @@ import torch
 from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.backends import CPU
 
-rows = Rows(1, 2, 1e-5, False)
+def a_third(*shape, dtype):
+    return torch.randn(shape[0], 3, *shape[1:], dtype=dtype)[:, 0]
+
+lines, heads = Rows(1, 2, 1e-5, False), Rows(2, 3, 1e-5, False)
+CASES = [
+    (lines, torch.randn, (40000, 64)), (lines, torch.randn, (10, 64, 4096)),  # lines, panels
+    (heads, a_third, (5000, 16, 64)),  # short runs of lines
+]
 weight, bias = torch.randn(64), torch.randn(64)
 for dtype in (torch.float32, torch.float64, torch.bfloat16):
-    for shape in ((40000, 64), (10, 64, 4096)):  # lines, panels
-        x, dy, more = (torch.randn(shape).to(dtype) for _ in range(3))
+    for rows, make, shape in CASES:
+        x, dy, more = (make(*shape, dtype=dtype) for _ in range(3))
         for residual in (None, more):
             y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, rows)
             kept = x if residual is None else total

@@ -132,7 +132,7 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int], least: int
         for source in step.values[i].made_of:
             if source in group:
                 group[root(i)] = root(source)
-            elif source not in needed and (step.values[source].nbytes or 0) > least:  # it is from now on
+            elif source not in needed and _bytes_of(step, [source]) > least:  # kept for the new alone
                 group[root(i)] = root(first_user.setdefault(source, i))
     parts: dict[int, list[int]] = {}
     for i in new:
