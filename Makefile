@@ -9,7 +9,7 @@ TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_6
 
 .PHONY: demo test pages measured site wheel conformance faults fuzz matrix check sanitize clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* src/leannorm/ops/schema.py)
+$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* csrc/nodes/record/* src/leannorm/ops/schema.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy

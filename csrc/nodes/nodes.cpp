@@ -9,6 +9,7 @@
 #include "graph.h"
 #include "learning.h"
 #include "norms.h"
+#include "record/hooks.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 
@@ -228,7 +229,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
       !add_class<ChannelAffine>(module.ptr(), "torch.autograd.function.ChannelAffineBackward") ||
       !add_class<RowNorm>(module.ptr(), "torch.autograd.function.RowNormBackward"))
     return nullptr;
-  add_settings(module), add_lean(module);
+  add_settings(module), add_lean(module), recording::add_record(module);
   return module.inc_ref().ptr();
   END_HANDLE_TH_ERRORS
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving import leaves, memo, plans, small, trial
 
 
@@ -19,6 +20,8 @@ def forget():
     small.SMALL = -1  # but where a program asks for it
     leaves.Leaves._asked_at.clear()
     memo.forget()
+    if NODES is not None:
+        NODES.forget_trials()
 
 
 @contextlib.contextmanager

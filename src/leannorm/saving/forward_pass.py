@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.autograd.nodes import NODES
 from leannorm.planning.goal import Goal
 from leannorm.saving import memo, packing, reasons, small
 from leannorm.saving.aside import PassHooks
@@ -19,6 +20,7 @@ from leannorm.saving.packing import Packing
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
+from leannorm.saving.recorded import RecordedPass, serves
 from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
@@ -61,6 +63,9 @@ class ForwardPass:
         self._stack = ExitStack()
         self._following = None if settings.goal is None else Following(settings.goal)
         self._packing: Packing | None = None
+        self._recorded: RecordedPass | None = None
+        self._unpack = unpack
+        self._recorded_any = False
         self._hook: Any = None
         self._small: SmallPass | None = None
         self._refused: str | None = None
@@ -77,11 +82,16 @@ class ForwardPass:
             most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
             self._small = SmallPass(self._begin, most)
+        if self._settings.may_be_small and serves():
+            self._unpack = NODES.record_unpack
         pack = self._begin() if self._small is None else self._small.pack
-        self._set = self._stack.enter_context(PassHooks(pack, unpack))
+        self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
+        if self._unpack is not unpack:
+            self._recorded = RecordedPass(self._settings.policy)
+            return self._recorded.pack
         layers = None
         if self._settings.verify:
             layers = Layers()
@@ -100,6 +110,10 @@ class ForwardPass:
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
         self._stack.close()
+        if self._recorded is not None:
+            rows = self._recorded.close()
+            self._recorded_any = bool(rows)
+            self.ledger.add(rows)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
@@ -120,7 +134,11 @@ class ForwardPass:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         packing, following = self._packing, self._following
         nbytes = self.ledger.all_bytes()
-        saved = packing.seen if packing is not None else self._small is not None and self._small.kept
+        saved = (
+            packing.seen
+            if packing is not None
+            else self._recorded_any or (self._small is not None and self._small.kept)
+        )
         seen = self._place is not None and bool(saved) and self._refused is None
         if seen and self._settings.may_be_small:
             note(self._place, nbytes, small.SMALL)
@@ -167,10 +185,10 @@ class ForwardPass:
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
         seen_by_small = self._small is not None and self._small.kept
-        seen = seen_by_small or (self._packing is not None and self._packing.seen)
+        seen = seen_by_small or self._recorded_any or (self._packing is not None and self._packing.seen)
         if not (seen or whole) and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
-        if seen_by_small and self._packing is None:
+        if seen_by_small and self._packing is None and self._recorded is None:
             whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
@@ -188,5 +206,5 @@ def _refusal() -> str | None:
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    ours = top is None or top[1] is unpack
+    ours = top is None or top[1] in (unpack, getattr(NODES, "record_unpack", unpack))
     return None if ours else reasons.HOOKS_AROUND

@@ -93,6 +93,11 @@ class Ledger:
         made = [field for row in self._rows() for field in row] if made is None else made
         self._closed = [*itertools.chain(*self._plain), *made]
 
+    def add(self, rows: Iterable[Row]) -> None:
+        """Add what a recorded pass saved, with the bytes of each storage."""
+        self._plain = [*self._plain, *rows]
+        self._closed = None
+
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
         return [Record._make(row) for row in self.rows()]

@@ -75,6 +75,10 @@ EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
+UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
+OTHER_FLAGS = (
+    "its operator ran under other global flags, in a mode, or on tensors that lean() does not rebuild"
+)
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
 SMALLER = "each is much smaller than the largest of the pass, and a rebuild takes as many calls"
 _ALWAYS_SAID = (
@@ -87,6 +91,8 @@ _ALWAYS_SAID = (
     EDITED,
     COLLECTIVE,
     SHARDED,
+    UNSEEN,
+    OTHER_FLAGS,
 )  # of the others, where they are nearly all
 
 STRAYED = (

@@ -1,0 +1,208 @@
+// Python's side of the log: a pass is opened and closed, and two functions are its saved-tensor hooks.
+#pragma once
+
+#include "../flags.h"
+#include "recorder.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <typeinfo>
+
+namespace leannorm::recording {
+
+// What a node keeps in the place of a tensor: a value as a view shows it, or a tensor that is kept as it is.
+struct SavedObject {
+  PyObject_HEAD
+  std::shared_ptr<Log> log;
+  std::optional<Geometry> geometry;  // none: as the value was made
+  std::optional<c10::VariableVersion> counter;
+  Tensor tensor;
+  uint32_t version;
+  int value;
+};
+
+inline void check_version(const SavedObject& s) {
+  if (!s.counter || s.counter->current_version() == s.version) return;
+  const auto sizes = s.tensor.defined() ? s.tensor.sizes() : s.geometry ? c10::IntArrayRef(s.geometry->sizes) : c10::IntArrayRef(s.log->values[s.value].made.sizes);
+  TORCH_CHECK(false, "one of the variables needed for gradient computation has been modified by an inplace operation: [tensor of shape ",
+              sizes, "] is at version ", s.counter->current_version(), "; expected version ", s.version,
+              " instead. leannorm.lean() needs it for the backward pass: edit a copy of it, or edit it after backward().");
+}
+
+inline void forget_saved(PyObject* self) {
+  auto* const s = reinterpret_cast<SavedObject*>(self);
+  if (s->log && s->value >= 0) {
+    const Log::Lock lock(*s->log);
+    --s->log->values[s->value].saves, --s->log->alive;
+    release(*s->log, s->value);
+  }
+  s->~SavedObject();
+  Py_TYPE(self)->tp_free(self);
+}
+inline PyTypeObject saved_type = {PyVarObject_HEAD_INIT(nullptr, 0) "leannorm.Saved", sizeof(SavedObject)};
+
+inline PyObject* new_saved() {
+  auto* const s = saved_type.tp_alloc(&saved_type, 0);
+  if (s == nullptr) throw python_error();
+  auto* const made = reinterpret_cast<SavedObject*>(s);
+  new (&made->log) std::shared_ptr<Log>(), new (&made->geometry) std::optional<Geometry>(), new (&made->counter) std::optional<c10::VariableVersion>();
+  new (&made->tensor) Tensor();
+  made->value = -1;
+  return s;
+}
+
+// The pack hook.
+inline PyObject* pack(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  const Tensor& t = THPVariable_Unpack(given);
+  PyObject* const object = new_saved();
+  auto& s = *reinterpret_cast<SavedObject*>(object);
+  if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
+  const bool leaf = t.is_leaf() && t.requires_grad();  // autograd reads what it holds in the backward pass
+  if (!current || current->busy || leaf || !plain(t)) {
+    s.tensor = t.grad_fn() ? t.detach() : t;
+    return object;
+  }
+  Log& log = *current;
+  const Log::Lock lock(log);
+  int v = log.value_of(t);
+  if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
+  if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
+  s.log = current, s.value = v;
+  Value& x = log.values[v];
+  ++x.saves, ++x.refs, ++x.left, ++log.alive;
+  if (!x.listed) x.listed = true, log.listed.push_back(v);
+  const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
+  if (x.state == Value::kDropped) {
+    if (shows_more) s.tensor = alias_of(t);
+    return object;
+  }
+  if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
+  if (shows_more) x.call = -1;  // other memory than its call has made
+  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
+  else decide(log, v);
+  return object;
+  END_HANDLE_TH_ERRORS
+}
+
+// Is the reader a function of a user's, which may write into what it is given?
+inline bool read_by_user() {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return false;
+  const char* const type = typeid(*node).name();
+  if (std::strstr(type, "CppNode") != nullptr) return true;
+  if (std::strstr(type, "PyNode") == nullptr) return false;
+  const auto function = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+  const py::object forward = py::getattr(py::type::handle_of(function), "_forward_cls", py::none());
+  const py::object module = py::getattr(forward, "__module__", py::str(""));
+  return std::string(py::str(module)).rfind("leannorm.", 0) != 0;
+}
+
+inline py::object& with_flags() {  // with_flags(flags, saved): Python sets the forward pass's flags and rebuilds
+  static auto* const set = new py::object();
+  return *set;
+}
+inline py::object& others() {  // unpacks what small passes have packed
+  static auto* const unpack = new py::object();
+  return *unpack;
+}
+
+inline Tensor rebuilt(SavedObject& s) {
+  Log& log = *s.log;
+  Value& x = log.values[s.value];
+  const bool dropped = x.state == Value::kDropped;
+  Tensor t;
+  if (x.shown.defined()) t = x.shown;
+  else {
+    t = x.held.defined() ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
+    TORCH_CHECK(!dropped || log.values[s.value].sample.matches(Sample::of(t)), "leannorm.lean(): an output of ",
+                log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
+                " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
+                " or leave lean() out of this part; lean(verify=True) names the layer");
+  }
+  Replay(log).used(s.value);
+  t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
+  return dropped && read_by_user() ? t.clone() : t;
+}
+
+// The unpack hook; `unpack_now` is called where the flags are the forward pass's.
+template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(others().ptr(), given);
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  check_version(s);
+  if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
+  const Log::Lock lock(*s.log);
+  const Value& x = s.log->values[s.value];
+  if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
+    return with_flags()(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+  const at::AutoGradMode mode(false);
+  return THPVariable_Wrap(rebuilt(s));
+  END_HANDLE_TH_ERRORS
+}
+inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
+
+// A pass that is open, or was.
+struct Pass {
+  std::shared_ptr<Log> log = std::make_shared<Log>(), before = current;
+  at::CallbackHandle handle = 0;
+
+  Pass(const Policy& policy, py::object flags) {
+    log->policy = policy, log->python_flags = std::move(flags);
+    rules.forget_others();
+    at::RecordFunctionCallback callback(&begin, &end);
+    handle = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+    current = log;
+  }
+  void close() {
+    if (log->closed) return;
+    at::removeCallback(handle);
+    const Log::Lock lock(*log);
+    log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
+    if (current == log) current = before;
+    before.reset();
+  }
+  // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
+  // what is held to make others.
+  py::list rows() const {
+    const Log::Lock lock(*log);
+    py::list rows;
+    const auto add = [&](const Value& x) {
+      rows.append(py::make_tuple(x.call < 0 ? std::string() : log->calls[x.call].rule->name, py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())),
+                                 py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(x.made.dtype))), x.storage_bytes,
+                                 x.state == Value::kDropped, static_cast<int>(x.why), x.saves));
+    };
+    for (const int v : log->listed) if (log->values[v].refs > 0) add(log->values[v]);
+    for (const Value& x : log->values) if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
+    return rows;
+  }
+};
+
+inline void add_record(py::module_ module) {
+  saved_type.tp_dealloc = &forget_saved, saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
+  for (auto* def = hooks; def->ml_name != nullptr; ++def)
+    module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Pass>(module, "RecordedPass")
+      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags));
+           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
+      .def("close", &Pass::close)
+      .def("rows", &Pass::rows)
+      .def("calls", [](const Pass& p) {
+        std::vector<std::string> names;
+        for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
+        return names;
+      });
+  module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, const std::string& instead,
+                                const std::vector<std::pair<int, int>>& sources) {
+    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, instead};
+    for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
+    table()[name] = std::move(row);
+  });
+  module.def("set_recorded", [](py::object set, py::object unpack) { with_flags() = std::move(set), others() = std::move(unpack); });
+  module.def("forget_trials", [] { trusted().clear(); });
+}
+
+}  // namespace leannorm::recording

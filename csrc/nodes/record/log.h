@@ -1,0 +1,287 @@
+// One forward pass as a log: every operator call above autograd, and every version of every memory that they read and
+// made. A value is one version of one memory; a view of it is the same value, seen by other sizes and strides. A write,
+// also one through .data, under no_grad or into a view, is a call that makes the next version.
+#pragma once
+
+#include "rules.h"
+
+#include <ATen/Context.h>
+#include <torch/headeronly/version.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <mutex>
+#include <vector>
+
+namespace leannorm::recording {
+
+using at::Tensor;
+using c10::IValue;
+
+// How a tensor shows its memory.
+struct Geometry {
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  int64_t offset = 0;
+  at::ScalarType dtype = at::kFloat;
+  c10::Device device = at::kCPU;
+
+  static Geometry of(const Tensor& t) {
+    Geometry made;
+    made.sizes.assign(t.sizes().begin(), t.sizes().end());
+    made.strides.assign(t.strides().begin(), t.strides().end());
+    made.offset = t.storage_offset(), made.dtype = t.scalar_type(), made.device = t.device();
+    return made;
+  }
+  bool is_of(const Tensor& t) const {
+    return t.storage_offset() == offset && t.scalar_type() == dtype && t.sizes() == c10::IntArrayRef(sizes) &&
+           t.strides() == c10::IntArrayRef(strides);
+  }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (const int64_t size : sizes) n *= size;
+    return n;
+  }
+  // Bytes of the memory from its start to behind the last element.
+  int64_t extent() const {
+    int64_t last = offset;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (sizes[i] == 0) return 0;
+      last += (sizes[i] - 1) * strides[i];
+    }
+    return (last + 1) * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+};
+
+// Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they compute with.
+inline bool plain(const Tensor& t) {
+  constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+                                         c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor,
+                                         c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  return t.defined() && t.layout() == at::kStrided && t.has_storage() && !t.key_set().has_any(wrapped) && !t.is_inference() && !t.is_nested() &&
+         !t.is_quantized() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// The same memory and version counter without a graph, which could lead back to the node that saves it.
+inline Tensor alias_of(const Tensor& t) {
+  auto* const impl = t.unsafeGetTensorImpl();
+  return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
+}
+
+inline Tensor over(c10::Storage storage, const Geometry& geometry) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
+  return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
+}
+
+// Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen.
+struct Sample {
+  uint64_t bits = 0;
+  bool taken = false, tells = false;  // is it of several values?
+
+  static Sample of(const Tensor& t) {
+    Sample made;
+    if (!t.device().is_cpu() || t.numel() == 0 || !t.is_non_overlapping_and_dense()) return made;
+    const auto* const data = static_cast<const unsigned char*>(t.const_data_ptr());
+    const int64_t n = static_cast<int64_t>(t.nbytes()), width = std::min<int64_t>(n, 8);
+    if (data == nullptr) return made;
+    made.taken = true;
+    uint64_t first = 0;
+    for (int64_t i = 0; i < 12; ++i) {
+      uint64_t word = 0;
+      std::memcpy(&word, data + (n - width) * i / 11, width);
+      if (i == 0) first = word;
+      made.tells |= word != first;
+      made.bits = (made.bits ^ word) * 0x9E3779B97F4A7C15ull + (made.bits >> 29);
+    }
+    return made;
+  }
+  bool matches(const Sample& other) const { return !taken || !other.taken || bits == other.bits; }
+};
+
+// Why a value is held; saving/recorded.py has a sentence for each.
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags };
+
+struct Value {
+  enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
+  int memory = -1;
+  int call = -1, out = 0;  // that made it; -1: it was there before the pass, or nobody saw who made it
+  Geometry made;           // by its call, or as it was first read
+  int64_t storage_bytes = 0;
+  c10::VariableVersion counter;
+  uint32_t version = 0;
+  Tensor held;     // an alias of the memory, or a copy of it
+  Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
+  Tensor rebuilt;
+  Sample sample;
+  State state = kFree;
+  Why why = Why::kNone;
+  bool copied = false;   // is `held` a copy?
+  bool marked = false;   // its counter moved once more behind the call that wrote it
+  bool lost = false;     // it was overwritten past the dispatcher
+  bool listed = false;   // among what the pass has saved
+  int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
+  int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
+  uint64_t seen = 0;     // the last walk that came here, and what it found
+  bool can = false;
+};
+
+// A tensor among a call's arguments. `place`: in a list of optional tensors.
+struct Read {
+  int at, place, value;
+  int geometry;  // of the log; -1: as the value was made
+};
+
+struct Call {
+  Rule* rule = nullptr;
+  std::vector<IValue> args;
+  c10::SmallVector<Read, 4> reads;
+  c10::SmallVector<int, 3> outs;      // values
+  c10::SmallVector<int, 2> writing;   // memories
+  c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
+  int before = -1;                    // the version that its result is written over
+  bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
+};
+
+struct Memory {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as this is there, its address does not come again
+  int current = -1;  // value
+  int writer = -1;   // the open call that writes it, until it has
+  c10::VariableVersion counter;
+  uint32_t version = 0;
+};
+
+// The global flags that bits of kernels for CPUs depend on (saving/flags.py has them all).
+inline uint64_t flags_now() {
+  const auto& context = at::globalContext();
+  uint64_t bits = at::get_num_threads();
+  for (const bool flag : {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(), context.userEnabledMkldnn(),
+                          context.deterministicMkldnn(), context.userEnabledNNPACK(), context.benchmarkCuDNN()})
+    bits = bits * 2 + flag;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
+    bits = bits * 16 + static_cast<uint64_t>(at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op));
+#endif
+  volatile double tiny = 4.9406564584124654e-324;  // 0 where this thread flushes denormal numbers
+  return bits * 2 + (tiny == 0.0);
+}
+
+struct Policy {
+  bool products = false, everything = false;
+  int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
+  int64_t smallest = 1024, much_larger = 32;
+};
+
+struct Log {
+  std::vector<Value> values;
+  std::vector<Call> calls;
+  std::vector<Memory> memories;
+  std::vector<Geometry> geometries;
+  std::vector<int> listed;  // values that nodes have saved, in order
+  ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
+  std::vector<int> open;    // calls that have begun and not ended
+  Policy policy;
+  py::object python_flags;  // all flags, where the pass began
+  uint64_t flags = flags_now(), stamp = 0;
+  int64_t alive = 0;        // saved tensors
+  int64_t largest = 0;      // of what was saved
+  bool busy = false;        // it calls operators itself
+  bool closed = false, flags_changed = false;
+  std::recursive_mutex mutex;
+
+  // Two threads may come here: operators run without Python's lock, hooks and destructors with it.
+  struct Lock {
+    explicit Lock(Log& log) : log_(log), lock_(log.mutex, std::defer_lock) {
+      if (!lock_.try_lock()) {
+        const bool has_gil = PyGILState_Check();
+        PyThreadState* const state = has_gil ? PyEval_SaveThread() : nullptr;
+        lock_.lock();
+        if (has_gil) PyEval_RestoreThread(state);
+      }
+    }
+    Log& log_;
+    std::unique_lock<std::recursive_mutex> lock_;
+  };
+
+  ~Log() {
+    if (!python_flags) return;
+    const py::gil_scoped_acquire gil;
+    python_flags = py::object();
+  }
+
+  int new_value(int memory, const Tensor& t, int call) {
+    Value made;
+    made.memory = memory, made.call = call, made.made = Geometry::of(t);
+    made.storage_bytes = static_cast<int64_t>(t.storage().nbytes());
+    made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
+    values.push_back(std::move(made));
+    return static_cast<int>(values.size()) - 1;
+  }
+  int new_memory(const Tensor& t, int call) {
+    const int number = static_cast<int>(memories.size());
+    memories.push_back({t.storage().getWeakStorageImpl()});
+    by_storage.emplace(t.storage().unsafeGetStorageImpl(), number);
+    return memories.back().current = new_value(number, t, call);
+  }
+  int memory_of(const Tensor& t) const {
+    const auto known = by_storage.find(t.storage().unsafeGetStorageImpl());
+    return known == by_storage.end() ? -1 : known->second;
+  }
+  // The value that the tensor shows now; -1: its memory is new.
+  int value_of(const Tensor& t) {
+    const int number = memory_of(t);
+    if (number < 0) return -1;
+    Memory& memory = memories[number];
+    if (memory.writer >= 0 && memory.counter.current_version() != memory.version) written(number);
+    Value& x = values[memory.current];
+    const uint32_t now = x.counter.current_version();
+    if (now == x.version || memory.writer >= 0) return memory.current;
+    // The counter has moved, and no operator has written. A function that says that it worked in place (mark_dirty)
+    // moves it once more behind its own operators; else somebody has written past the dispatcher.
+    if (now == x.version + 1 && x.call >= 0 && calls[x.call].before >= 0 && !x.marked) {
+      x.marked = true, x.version = now;
+      return memory.current;
+    }
+    x.lost = true;
+    const int fresh = new_value(number, t, -1);
+    return memories[number].current = fresh;
+  }
+  int value_or_new(const Tensor& t) {
+    const int known = value_of(t);
+    return known < 0 ? new_memory(t, -1) : known;
+  }
+  // The open call has written the memory.
+  void written(int number) {
+    Memory& memory = memories[number];
+    const int writer = std::exchange(memory.writer, -1), before = memory.current;
+    const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
+    Value made;
+    made.memory = number, made.call = is_result ? writer : -1, made.made = values[before].made;
+    made.storage_bytes = values[before].storage_bytes;
+    made.counter = memory.counter, made.version = memory.counter.current_version();
+    values.push_back(std::move(made));
+    memory.current = static_cast<int>(values.size()) - 1;
+    if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;
+    // Where autograd has not seen it, whoever has saved the memory reads what is there now.
+    Value& old = values[before];
+    if (old.saves == 0 || old.counter.current_version() != old.version) return;
+    if (auto storage = memory.storage.lock()) old.shown = over(c10::Storage(std::move(storage)), old.made);
+  }
+  bool is_there(int v) const {
+    const Memory& memory = memories[values[v].memory];
+    return memory.current == v && memory.writer < 0;
+  }
+  const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
+
+  // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
+  void begin_anew() {
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear();
+    largest = 0;
+  }
+};
+
+inline thread_local std::shared_ptr<Log> current;
+
+}  // namespace leannorm::recording

@@ -1,0 +1,135 @@
+// Writes the log: a thread-local callback of torch's RecordFunction sees each operator call with its arguments before it
+// runs, and with its results when it has run.
+#pragma once
+
+#include "walk.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace leannorm::recording {
+
+inline thread_local Rules rules;
+
+struct Opened : at::ObserverContext {
+  std::shared_ptr<Log> log;
+  int call = -1;
+};
+
+inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
+  if (!t.defined()) return;
+  if (!plain(t)) return void(call.usable = false);
+  const int v = log.value_or_new(t);
+  int geometry = -1;
+  if (!log.values[v].made.is_of(t)) {
+    geometry = static_cast<int>(log.geometries.size());
+    log.geometries.push_back(Geometry::of(t));
+  }
+  call.reads.push_back({at, place, v, geometry});
+}
+
+// The memory of `t` is written when this call runs: what is made again from what it holds now gets a copy of it.
+inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
+  if (!plain(t)) return;
+  const int v = log.value_or_new(t);
+  Value& value = log.values[v];
+  if (value.held.defined() && !value.copied && value.refs > value.saves)
+    value.held = copy_of(log, value.held, value.made), value.copied = true;
+  Memory& memory = log.memories[log.values[v].memory];
+  call.writing.push_back(log.values[v].memory);
+  memory.writer = number, memory.counter = t.unsafeGetTensorImpl()->version_counter(), memory.version = t._version();
+}
+
+inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inputs) {
+  call.args.reserve(inputs.size());
+  int at = 0;
+  for (const IValue& v : inputs) {
+    if (v.isTensor()) read_tensor(log, call, at, 0, v.toTensor()), call.args.emplace_back();
+    else if (v.isTensorList()) {
+      for (const Tensor& t : v.toTensorVector()) read_tensor(log, call, at, 0, t), call.usable &= t.defined();
+      call.args.emplace_back(c10::List<Tensor>());
+    } else if (v.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> empty;
+      for (const std::optional<Tensor> t : v.toOptionalTensorList()) {
+        if (t.has_value()) read_tensor(log, call, at, static_cast<int>(empty.size()), *t);
+        empty.push_back(std::nullopt);
+      }
+      call.args.emplace_back(std::move(empty));
+    } else {
+      call.usable &= !v.isGenerator() && !v.isObject() && !v.isPyObject();
+      call.args.emplace_back(v);
+    }
+    ++at;
+  }
+}
+
+inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
+  if (!current || current->busy) return nullptr;
+  Rule* const rule = rules.of(fn);
+  if (rule == nullptr || rule->kind == Kind::kSkip) return nullptr;
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours) return nullptr;  // part of a call
+  Log& log = *current;
+  const Log::Lock lock(log);
+  constexpr size_t kMany = 4096;
+  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) log.begin_anew();
+  const int number = static_cast<int>(log.calls.size());
+  log.calls.emplace_back();
+  log.open.push_back(number);
+  Call call;
+  call.rule = rule, call.grad_mode = c10::GradMode::is_enabled();
+  call.usable = flags_now() == log.flags && !c10::impl::dispatch_mode_enabled();
+  read_arguments(log, call, fn.inputs());
+  if (rule->gate < 0 || call.args[rule->gate].toBool()) {
+    for (const int at : rule->writes) {
+      if (at >= static_cast<int>(fn.inputs().size())) continue;
+      const IValue& v = fn.inputs()[at];
+      if (v.isTensor()) about_to_write(log, number, call, v.toTensor());
+      else if (v.isTensorList())
+        for (const Tensor& t : v.toTensorVector()) about_to_write(log, number, call, t);
+    }
+  }
+  log.calls[number] = std::move(call);
+  auto opened = std::make_unique<Opened>();
+  opened->log = current, opened->call = number;
+  return opened;
+}
+
+inline void made_by(Log& log, int number, int out, const Tensor& t) {
+  if (!plain(t)) return;
+  const int v = log.value_of(t);
+  Call& call = log.calls[number];
+  if (v < 0) {
+    const int fresh = log.new_memory(t, number);
+    log.values[fresh].out = out;
+    call.outs.push_back(fresh);
+  } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
+    log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call had ended
+    call.outs.push_back(v);
+  }
+}
+
+inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
+  if (context == nullptr) return;
+  auto* const opened = static_cast<Opened*>(context);
+  Log& log = *opened->log;
+  const Log::Lock lock(log);
+  const int number = opened->call;
+  while (!log.open.empty() && log.open.back() >= number) log.open.pop_back();
+  if (log.closed || number >= static_cast<int>(log.calls.size())) return;
+  for (const int memory : log.calls[number].writing)
+    if (log.memories[memory].writer == number) log.written(memory);
+  int out = 0;
+  for (const IValue& result : fn.outputs()) {
+    if (result.isTensor()) made_by(log, number, out, result.toTensor());
+    else if (result.isTensorList()) {
+      int within = Replay::kInList;
+      for (const Tensor& t : result.toTensorVector()) made_by(log, number, within++, t);
+    }
+    ++out;
+  }
+  const auto waiting = std::exchange(log.calls[number].waiting, {});
+  for (const int v : waiting) decide(log, v);
+}
+
+}  // namespace leannorm::recording

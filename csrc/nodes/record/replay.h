@@ -1,0 +1,241 @@
+// Values are made again by the calls that made them, from what is held.
+#pragma once
+
+#include "log.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <map>
+
+namespace leannorm::recording {
+
+// What a call is made under: below autograd, without autocast and modes, unseen by the log.
+class Below {
+ public:
+  explicit Below(Log& log) : busy_(log.busy), before_(log.busy) { busy_ = true; }
+  Below(const Below&) = delete;
+  ~Below() { busy_ = before_; }
+
+ private:
+  bool& busy_;
+  const bool before_;
+  const at::AutoDispatchBelowADInplaceOrView below_;
+  const c10::impl::ExcludeDispatchKeyGuard without_{
+      c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  const at::RecordFunctionGuard unseen_{/*is_enabled=*/false};
+};
+
+// A copy of all of the storage, so that views keep their places.
+inline Tensor copy_of(Log& log, const Tensor& t, const Geometry& as) {
+  const Below below(log);
+  const int64_t size = static_cast<int64_t>(t.storage().nbytes());
+  const Tensor all = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(t.device())).set_(t.storage(), 0, {size}, {1});
+  return over(all.clone().storage(), as);
+}
+
+inline Tensor shown(const Tensor& t, const Geometry& as) {
+  if (as.is_of(t)) return t;
+  TORCH_CHECK(as.extent() <= static_cast<int64_t>(t.storage().nbytes()),
+              "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the forward pass");
+  if (as.dtype != t.scalar_type()) return over(t.storage(), as);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return t.as_strided(as.sizes, as.strides, as.offset);
+}
+
+// Does the call fill all of the memory that it writes?
+inline bool fills_all(const Call& call) {
+  return call.rule->fills && call.before >= 0 && !call.reads.empty() && call.reads[0].at == 0 && call.reads[0].geometry < 0;
+}
+// Is this argument read when the call is made again?
+inline bool is_read(const Call& call, const Read& read) {
+  if (call.by_result && call.rule->instead) {
+    for (const Source& source : call.rule->sources)
+      if (source.of == Source::kArgument && source.at == read.at) return true;
+    return false;
+  }
+  if (call.rule->gate >= 0 && call.args[call.rule->gate].toBool())  // what the call itself has moved since
+    for (const int at : call.rule->writes)
+      if (at == read.at) return false;
+  return !(fills_all(call) && &read == &call.reads[0]);
+}
+inline int result_of(const Log& log, const Call& call, int out) {
+  for (const int v : call.outs)
+    if (log.values[v].out == out) return v;
+  return -1;
+}
+// The results that the call is made again from.
+inline c10::SmallVector<int, 2> results_read(const Call& call) {
+  c10::SmallVector<int, 2> outs;
+  if (!call.by_result) return outs;
+  if (call.rule->by_statistics) outs = {1, 2};
+  else for (const Source& source : call.rule->sources) if (source.of == Source::kResult) outs.push_back(source.at);
+  return outs;
+}
+// What the call is made again from, each as often as it is read.
+template <class Visit> void for_inputs(const Log& log, const Call& call, const Visit& visit) {
+  for (const Read& read : call.reads)
+    if (is_read(call, read)) visit(read.value);
+  for (const int out : results_read(call)) visit(result_of(log, call, out));
+}
+
+
+class Replay {
+ public:
+  // `scratch`: of a trial, which keeps nothing.
+  explicit Replay(Log& log, std::map<int, Tensor>* scratch = nullptr) : log_(log), scratch_(scratch) {}
+
+  // The value as it was made, or an alias of its memory.
+  Tensor value(int v) {
+    Value& x = log_.values[v];
+    if (x.held.defined()) return checked(x);
+    if (x.rebuilt.defined()) return x.rebuilt;
+    if (scratch_)
+      if (const auto known = scratch_->find(v); known != scratch_->end()) return known->second;
+    run(x.call);
+    return scratch_ ? (*scratch_)[v] : log_.values[v].rebuilt;
+  }
+  // One reader has it.
+  void used(int v) {
+    Value& x = log_.values[v];
+    if (!scratch_ && --x.left <= 0) x.rebuilt.reset(), x.left = x.refs;
+  }
+
+ private:
+  Log& log_;
+  std::map<int, Tensor>* const scratch_;
+
+  Tensor checked(const Value& x) const {
+    const bool edited = !x.copied && (x.lost || (log_.closed && x.counter.current_version() != x.version));
+    TORCH_CHECK(!edited && x.sample.matches(Sample::of(x.held)),
+                "a tensor of shape ", x.made.sizes, " was edited in place after leannorm.lean()'s forward pass had read it, and is"
+                " needed to rebuild another one: edit it after backward(), edit a copy of it, or leave lean() out of this step");
+    return x.held;
+  }
+
+  void run(int number) {
+    std::vector<Tensor> read;
+    for (const Read& one : log_.calls[number].reads) {
+      if (is_read(log_.calls[number], one)) read.push_back(shown(value(one.value), log_.geometry_of(one)));
+      else read.emplace_back();
+    }
+    std::map<int, Tensor> results;
+    for (const int out : results_read(log_.calls[number])) results[out] = value(result_of(log_, log_.calls[number], out));
+    const Call& call = log_.calls[number];
+    {
+      const Below below(log_);
+      const at::AutoGradMode mode(call.grad_mode);
+      if (call.by_result) make_by_results(call, read, results);
+      else if (call.before >= 0) edit(call, read);
+      else make(call, read);
+    }
+    for_inputs(log_, call, [this](int v) { used(v); });
+  }
+
+  static Tensor bare(const Tensor& t) { return t.defined() && t.requires_grad() ? alias_of(t) : t; }
+
+  static torch::jit::Stack stack_of(const Call& call, const std::vector<Tensor>& read) {
+    torch::jit::Stack stack;
+    stack.reserve(call.args.size());
+    size_t next = 0;
+    for (size_t i = 0; i < call.args.size(); ++i) {
+      const IValue& plain = call.args[i];
+      const auto is_next = [&] { return next < call.reads.size() && call.reads[next].at == static_cast<int>(i); };
+      if (plain.isTensorList()) {
+        c10::List<Tensor> list;
+        while (is_next()) list.push_back(bare(read[next++]));
+        stack.emplace_back(std::move(list));
+      } else if (plain.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> list = plain.toOptionalTensorList().copy();
+        for (; is_next(); ++next) list.set(call.reads[next].place, bare(read[next]));
+        stack.emplace_back(std::move(list));
+      } else if (is_next()) {
+        const Tensor& t = read[next++];
+        t.defined() ? stack.emplace_back(bare(t)) : stack.emplace_back();
+      } else stack.push_back(plain);
+    }
+    return stack;
+  }
+
+  bool is_wanted(int v) const {
+    const Value& x = log_.values[v];
+    return scratch_ || (x.state == Value::kDropped && x.refs > 0 && !x.held.defined() && !x.rebuilt.defined());
+  }
+  void keep(int v, Tensor t) {
+    Value& x = log_.values[v];
+    if (!x.made.is_of(t)) {
+      TORCH_CHECK(t.sizes() == c10::IntArrayRef(x.made.sizes) && t.scalar_type() == x.made.dtype, "leannorm.lean(): ",
+                  log_.calls[x.call].rule->name, " gave another shape or dtype when it was called again");
+      Tensor laid = at::empty_strided(x.made.sizes, x.made.strides, t.options());
+      t = laid.copy_(t);
+    }
+    if (scratch_) (*scratch_)[v] = std::move(t);
+    else x.rebuilt = std::move(t);
+  }
+
+  void make(const Call& call, const std::vector<Tensor>& read) {
+    auto stack = stack_of(call, read);
+    call.rule->again->callBoxed(&stack);
+    for (const int v : call.outs) {
+      const int out = log_.values[v].out;
+      if (!is_wanted(v)) continue;
+      const IValue& result = stack[out < kInList ? out : 0];
+      if (out >= kInList) keep(v, result.toTensorVector()[out - kInList]);
+      else if (result.isTensor() && result.toTensor().defined()) keep(v, result.toTensor());
+    }
+  }
+
+  // Its first result, by another operator that reads others of its results.
+  void make_by_results(const Call& call, const std::vector<Tensor>& read, std::map<int, Tensor>& results) {
+    const int v = result_of(log_, call, 0);
+    const auto argument = [&](int at) -> IValue {
+      for (size_t i = 0; i < call.reads.size(); ++i)
+        if (call.reads[i].at == at) return IValue(bare(read[i]));
+      return call.args[at];
+    };
+    if (call.rule->by_statistics) {
+      // torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and so it does of these
+      const IValue weight = argument(1), bias = argument(2);
+      const Tensor &mean = results[1], &rstd = results[2];
+      const Tensor scale = weight.isTensor() ? at::mul(rstd, weight.toTensor()) : rstd;
+      const Tensor shift = at::addcmul(bias.isTensor() ? bias.toTensor() : at::zeros_like(mean), mean, scale, -1);
+      return keep(v, std::get<0>(at::native_batch_norm(argument(0).toTensor(), scale, shift, at::zeros_like(mean),
+                                                       at::ones_like(mean), false, 0.0, 0.0)));
+    }
+    torch::jit::Stack stack;
+    for (const Source& source : call.rule->sources) {
+      if (source.of == Source::kNothing) stack.emplace_back();
+      else if (source.of == Source::kResult) stack.emplace_back(results[source.at]);
+      else stack.push_back(argument(source.at));
+    }
+    call.rule->instead->callBoxed(&stack);
+    keep(v, stack[0].toTensor());
+  }
+
+  // In place: by its functional namesake, or on a copy of what was there.
+  void edit(const Call& call, std::vector<Tensor>& read) {
+    const int v = call.outs[0];
+    const Geometry& made = log_.values[v].made;
+    const bool whole = call.reads[0].geometry < 0, fills = fills_all(call);
+    if (call.rule->functional && whole && !fills) {
+      auto stack = stack_of(call, read);
+      call.rule->again->callBoxed(&stack);
+      return keep(v, stack[0].toTensor());
+    }
+    const Tensor base = fills ? at::empty_strided(made.sizes, made.strides, at::TensorOptions().dtype(made.dtype).device(made.device))
+                              : copy_of(log_, read[0], made);
+    read[0] = whole ? base : shown(base, log_.geometries[call.reads[0].geometry]);
+    auto stack = stack_of(call, read);
+    call.rule->op->callBoxed(&stack);
+    keep(v, base);
+  }
+
+ public:
+  static constexpr int kInList = 1 << 16;  // `out` of a tensor in a list of results
+};
+
+}  // namespace leannorm::recording

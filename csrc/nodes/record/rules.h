@@ -1,0 +1,136 @@
+// What an operator is: may its call be made again, what does it write, how many operations does it take. Its schema and
+// its tags say most; a row of the table in saving/operators.py says the rest.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+namespace leannorm::recording {
+
+enum class Kind : uint8_t {
+  kSkip,     // composites and views: the calls that they make, or the memory that they show, say it all
+  kOnce,     // never called again: random numbers, collectives, memory without contents
+  kCheap,    // at the speed of memory
+  kSum,      // cheap, of two tensors
+  kProduct,  // many operations a byte
+};
+enum class Formula : uint8_t { kNone, kMatrix, kConvolution, kAttention };
+
+// An argument of the call that is made in the place of the first one: none, an argument of that, or one of its results.
+struct Source {
+  enum : uint8_t { kNothing, kArgument, kResult } of;
+  int at;
+};
+
+// A row of Python's table. Positions count the schema's arguments.
+struct Row {
+  Kind kind;
+  Formula formula = Formula::kNone;
+  std::vector<int> writes;       // arguments that it writes without its schema saying so
+  int gate = -1;                 // the argument without which it writes nothing
+  bool fills = false;            // in place, and never reads what was there
+  std::string instead;           // the operator that makes its first result from others of its results
+  std::vector<Source> sources;   // that operator's arguments
+};
+
+struct Rule {
+  std::string name;
+  Kind kind = Kind::kOnce;
+  Formula formula = Formula::kNone;
+  std::optional<c10::OperatorHandle> op, again, instead;
+  std::vector<Source> sources;
+  c10::SmallVector<int, 2> writes;
+  int gate = -1;
+  bool edits = false;       // its result is its first argument, written
+  bool functional = false;  // `again` makes a new tensor of what `op` writes
+  bool fills = false;
+  bool ours = false;        // of leannorm, whose autograd functions call it below autograd
+  bool by_statistics = false;  // batch norm: by the scale and shift that its statistics give
+};
+
+inline std::unordered_map<std::string, Row>& table() {
+  static auto* const rows = new std::unordered_map<std::string, Row>();
+  return *rows;
+}
+
+inline std::optional<c10::OperatorHandle> operator_named(const std::string& name) {
+  const auto dot = name.find('.');
+  return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+}
+
+inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
+  auto made = std::make_unique<Rule>();
+  const auto& name = op.operator_name();
+  const auto& schema = op.schema();
+  made->name = name.name;
+  made->ours = name.name.rfind("leannorm::", 0) == 0;
+  made->op = made->again = op;
+  for (size_t i = 0; i < schema.arguments().size(); ++i)
+    if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite()) made->writes.push_back(i);
+  bool shows = false, seeded = false;  // a view of an argument; random numbers
+  for (const auto& result : schema.returns()) shows |= result.alias_info() && made->writes.empty();
+  for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded;
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) || shows) made->kind = Kind::kSkip;
+  else made->kind = seeded ? Kind::kOnce : Kind::kCheap;
+  if (const auto row = table().find(name.name); row != table().end()) {
+    const Row& of = row->second;
+    made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills;
+    made->writes.append(of.writes.begin(), of.writes.end());
+    if (of.instead == "scale and shift") made->by_statistics = true;
+    else if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;
+  }
+  const bool writes = !made->writes.empty() && made->gate < 0;
+  if (!writes || made->kind == Kind::kOnce || made->kind == Kind::kSkip) return made;
+  const auto& written = schema.arguments()[made->writes[0]];
+  made->edits = made->writes.size() == 1 && made->writes[0] == 0 && name.name.back() == '_' &&
+                written.type()->kind() == c10::TypeKind::TensorType;
+  if (made->edits) {
+    const auto pure = c10::Dispatcher::singleton().findSchema({name.name.substr(0, name.name.size() - 1), name.overload_name});
+    made->functional = pure && pure->schema().arguments().size() == schema.arguments().size();
+    if (made->functional) made->again = pure;
+  } else if (!made->instead) {
+    made->kind = Kind::kOnce;
+  } else {
+    made->again.reset();  // a second call would write again
+  }
+  return made;
+}
+
+// Rules by the addresses of an operator's names, which live as long as the operator.
+class Rules {
+ public:
+  Rule* of(const at::RecordFunction& call) {
+    const std::pair<const char*, const char*> key{call.name(), call.overload_name()};
+    const auto known = by_name_.find(key);
+    if (known != by_name_.end()) return known->second;
+    Rule* made = nullptr;  // not an operator
+    if (const auto name = call.operator_name())
+      if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) made = rule_of(*op).release();
+    return by_name_.emplace(key, made).first->second;
+  }
+  // A library of a user's may have gone, and another may have come to its addresses. Calls keep their rules, which are few.
+  void forget_others() {
+    for (auto one = by_name_.begin(); one != by_name_.end();) {
+      const bool lasts = one->second != nullptr && (one->second->ours || one->second->name.rfind("aten::", 0) == 0);
+      one = lasts ? std::next(one) : by_name_.erase(one);
+    }
+  }
+
+ private:
+  struct Hash {
+    size_t operator()(const std::pair<const char*, const char*>& k) const {
+      return reinterpret_cast<size_t>(k.first) * 31 ^ reinterpret_cast<size_t>(k.second);
+    }
+  };
+  ska::flat_hash_map<std::pair<const char*, const char*>, Rule*, Hash> by_name_;
+};
+
+}  // namespace leannorm::recording

@@ -1,0 +1,293 @@
+// What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
+#pragma once
+
+#include "replay.h"
+
+#include <unordered_set>
+
+namespace leannorm::recording {
+
+// ---------------------------------------------------------------- trust
+
+// How often a kind of call gave, when it was made again, the bits of the call: on two tensors of several values it
+// speaks for others. -1: it did not.
+inline std::unordered_map<uint64_t, int>& trusted() {
+  static auto* const known = new std::unordered_map<uint64_t, int>();
+  return *known;
+}
+constexpr int kEnough = 2;
+constexpr size_t kMostKinds = 1 << 16;
+
+inline uint64_t kind_of(const Log& log, const Call& call) {
+  uint64_t h = reinterpret_cast<uint64_t>(call.rule) + call.by_result;
+  const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
+  const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
+  mix(call.grad_mode), mix(log.flags);
+  for (const IValue& v : call.args) {
+    if (v.isInt()) mix(v.toInt());
+    else if (v.isBool()) mix(v.toBool() + 2);
+    else if (v.isDouble()) mix_double(v.toDouble());
+    else if (v.isComplexDouble()) mix_double(v.toComplexDouble().real()), mix_double(v.toComplexDouble().imag());
+    else if (v.isIntList()) { for (const int64_t i : v.toIntVector()) mix(i + 7); }
+    else if (v.isDoubleList()) { for (const double d : v.toDoubleVector()) mix_double(d); }
+    else if (v.isString()) mix(std::hash<std::string>()(v.toStringRef()));
+    else mix(v.isNone());
+  }
+  for (const Read& one : call.reads) {
+    const Geometry& g = log.geometry_of(one);
+    mix(static_cast<uint64_t>(g.dtype) * 64 + static_cast<uint64_t>(g.device.type())), mix(one.at), mix(one.geometry < 0);
+    for (size_t i = 0; i < g.sizes.size(); ++i) mix(g.strides[i] == 1 ? i + 11 : g.strides[i] == 0);
+  }
+  return h;
+}
+
+// ---------------------------------------------------------------- price
+
+inline int64_t product_of(c10::IntArrayRef sizes) {
+  int64_t n = 1;
+  for (const int64_t v : sizes) n *= v;
+  return n;
+}
+
+constexpr int64_t kConvolution = 768;  // operations for each value of the output, above which it is costly
+constexpr int64_t kAttention = 1024;
+
+inline bool is_costly(const Log& log, const Call& call) {
+  if (call.outs.empty()) return true;
+  const Geometry& out = log.values[call.outs[0]].made;
+  const auto sizes = [&](int at) -> c10::IntArrayRef {
+    for (const Read& one : call.reads)
+      if (one.at == at) return log.geometry_of(one).sizes;
+    return {};
+  };
+  switch (call.rule->formula) {
+    case Formula::kConvolution: {
+      const auto x = sizes(0), weight = sizes(1);
+      if (weight.size() < 2) return true;
+      int64_t each = 2 * product_of(weight.slice(1));
+      if (call.args[6].isBool() && call.args[6].toBool()) each = each * product_of(x) / std::max<int64_t>(out.numel(), 1);
+      return each > kConvolution;
+    }
+    case Formula::kMatrix: {  // with fewer outputs than inputs
+      const auto a = sizes(call.args.size() > 3 ? 1 : 0);
+      return a.empty() || out.sizes.empty() || a.back() > out.sizes.back();
+    }
+    case Formula::kAttention: {
+      const auto q = sizes(0), k = sizes(1);
+      if (q.empty() || k.size() < 2 || (call.args[3].isDouble() && call.args[3].toDouble() != 0.0)) return true;
+      return 4 * product_of(q) * k[k.size() - 2] > kAttention * std::max<int64_t>(out.numel(), 1);
+    }
+    default: return false;
+  }
+}
+
+// ---------------------------------------------------------------- the walk
+
+class Walk {
+ public:
+  Walk(Log& log, int top, int64_t may_hold) : log_(log), top_(top), may_hold_(may_hold) { ++log.stamp; }
+
+  std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
+  Why why = Why::kNone;
+
+  // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
+  bool able(int v, int depth = 64) {
+    Value& x = log_.values[v];
+    if (x.held.defined() && !x.lost && (x.copied || log_.is_there(v))) return true;
+    if (x.state == Value::kDropped) return true;
+    if (x.seen == log_.stamp) return x.can;
+    x.seen = log_.stamp, x.can = false;
+    const bool can = made_again(v, depth) || takes(v);
+    return log_.values[v].can = can;
+  }
+
+ private:
+  Log& log_;
+  const int top_;
+  int64_t may_hold_;  // bytes
+
+  bool says(Why reason, int v) {
+    if (why == Why::kNone || v == top_) why = reason;
+    return false;
+  }
+  bool takes(int v) {
+    Value& x = log_.values[v];
+    const Memory& memory = log_.memories[x.memory];
+    const bool there = v != top_ && log_.is_there(v) && memory.storage.use_count() > 0 && x.counter.current_version() == x.version;
+    if (!there) return false;
+    x.runs = x.sums = x.products = 0;
+    if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
+    if (x.storage_bytes > may_hold_) return false;
+    may_hold_ -= x.storage_bytes;
+    return taken.push_back(v), true;
+  }
+  // Are the results held from which the first one follows faster?
+  bool by_result(const Call& call, int v) const {
+    if (!(call.rule->instead || call.rule->by_statistics) || log_.values[v].out != 0) return false;
+    if (call.rule->by_statistics) {
+      const auto& x = log_.values[v].made;
+      const bool trains = call.args[call.rule->gate].toBool(), wide = x.dtype == at::kFloat || x.dtype == at::kDouble;
+      if (!trains || !wide || !x.device.is_cpu()) return false;
+    }
+    Call one = {};
+    one.rule = call.rule, one.by_result = true;
+    for (const int out : results_read(one)) {
+      const int r = result_of(log_, call, out);
+      if (r < 0 || !log_.values[r].held.defined() || log_.values[r].made.dtype != log_.values[result_of(log_, call, results_read(one)[0])].made.dtype) return false;
+    }
+    return true;
+  }
+  bool made_again(int v, int depth) {
+    const Value& of = log_.values[v];
+    if (of.call < 0) return says(Why::kUnknown, v);
+    if (depth == 0) return says(Why::kTooDeep, v);
+    Call& call = log_.calls[of.call];
+    if (!call.usable) return says(Why::kFlags, v);
+    if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
+    if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
+    const Policy& policy = log_.policy;
+    const bool product = call.rule->kind == Kind::kProduct;
+    if (product && !policy.everything && (!policy.products || is_costly(log_, call))) return says(Why::kNotRepeated, v);
+    bool needed = false;  // then how it is made again is settled
+    for (const int out : call.outs) needed |= log_.values[out].state == Value::kDropped;
+    if (!needed) call.by_result = by_result(call, v);
+    if (!call.by_result && !call.rule->again) return says(Why::kNever, v);
+    if (call.by_result && of.out != 0) return says(Why::kNotAtHand, v);
+    if (const auto known = trusted().find(kind_of(log_, call)); known != trusted().end() && known->second < 0) return says(Why::kOtherBits, v);
+    int runs = 1, sums = 0, products = 0;
+    bool all = true;
+    for_inputs(log_, call, [&](int in) {
+      if (!(all = all && able(in, depth - 1))) return;
+      const Value& x = log_.values[in];
+      if (x.held.defined()) return;
+      runs += x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
+    });
+    if (!all) return says(Why::kNotAtHand, v);
+    sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;
+    if (runs > policy.runs || sums > policy.sums || products > policy.row) return says(Why::kTooDeep, v);
+    Value& x = log_.values[v];
+    x.runs = runs, x.sums = sums, x.products = products;
+    return true;
+  }
+  // Of two tensors of the result's size, as a residual connection; a bias is part of what it is added to.
+  bool adds_equals(const Call& call, int v) const {
+    const int64_t all = log_.values[v].made.numel();
+    int large = 0;
+    for (const Read& one : call.reads) large += log_.geometry_of(one).numel() == all;
+    return large > 1;
+  }
+};
+
+// ---------------------------------------------------------------- who needs whom
+
+constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
+
+// One more reader of the value: what it is made of is needed, too.
+inline void need(Log& log, int v, const std::vector<int>& taken) {
+  std::vector<int> left{v};
+  while (!left.empty()) {
+    const int one = left.back();
+    left.pop_back();
+    Value& x = log.values[one];
+    ++x.refs, ++x.left;
+    if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
+    if (x.held.defined() || x.state == Value::kDropped) continue;
+    if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
+      auto storage = log.memories[x.memory].storage.lock();
+      TORCH_INTERNAL_ASSERT(storage);
+      x.held = over(c10::Storage(std::move(storage)), x.made);
+      if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(log, x.held, x.made), x.copied = true;
+      x.sample = Sample::of(x.held), x.state = Value::kHeld;
+      continue;
+    }
+    x.state = Value::kDropped;
+    for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+}
+
+// One reader less.
+inline void release(Log& log, int v) {
+  std::vector<int> left{v};
+  while (!left.empty()) {
+    const int one = left.back();
+    left.pop_back();
+    Value& x = log.values[one];
+    --x.refs;
+    if (x.refs > 0) {
+      if (--x.left <= 0) x.rebuilt.reset(), x.left = x.refs;
+      continue;
+    }
+    const bool dropped = x.state == Value::kDropped;
+    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {};
+    if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+}
+
+// Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
+inline bool has_its_bits(Log& log, int v) {
+  std::vector<uint64_t> untried;
+  std::unordered_set<int> looked;
+  std::vector<int> left{v};
+  while (!left.empty()) {
+    const int one = left.back();
+    left.pop_back();
+    if (!looked.insert(one).second || (one != v && log.values[one].held.defined())) continue;
+    const Call& call = log.calls[log.values[one].call];
+    const uint64_t kind = kind_of(log, call);
+    if (const auto known = trusted().find(kind); known == trusted().end() || known->second < kEnough) untried.push_back(kind);
+    for_inputs(log, call, [&](int in) { left.push_back(in); });
+  }
+  if (untried.empty()) return true;
+  const Tensor was = std::exchange(log.values[v].held, {});
+  bool same = false, of_numbers = true;
+  try {
+    std::map<int, Tensor> scratch;
+    const Tensor again = Replay(log, &scratch).value(v), before = shown(was, log.values[v].made);
+    const Below below(log);
+    const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
+    same = again.numel() == 0 || at::equal(bits(again), bits(before));
+    if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
+  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
+  }
+  log.values[v].held = was;
+  if (trusted().size() > kMostKinds) trusted().clear();
+  if (same && Sample::of(was).tells) for (const uint64_t kind : untried) ++trusted()[kind];
+  if (!same && of_numbers) trusted()[kind_of(log, log.calls[log.values[v].call])] = -1;
+  return same;
+}
+
+// A saved value that is held: may it be dropped?
+inline void decide(Log& log, int v) {
+  Value& x = log.values[v];
+  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost) return;
+  x.state = Value::kHeld;
+  const int64_t elements = x.made.numel();
+  log.largest = std::max(log.largest, elements);
+  if (x.call < 0) return void(x.why = Why::kNone);
+  if (elements < log.policy.smallest) return;
+  if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
+  const Tensor was = std::exchange(x.held, {});
+  Walk walk(log, v, 0);
+  bool can = walk.able(v);
+  Why why = walk.why;
+  std::vector<int> taken = std::move(walk.taken);
+  if (!can) {  // by what nobody saves and is smaller, such as what was cast
+    Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
+    can = again.able(v), taken = std::move(again.taken);
+  }
+  log.values[v].held = was;
+  if (!can) return void(log.values[v].why = why);
+  const Call& call = log.calls[log.values[v].call];
+  for_inputs(log, call, [&](int in) { need(log, in, taken); });
+  if (!has_its_bits(log, v)) {
+    for_inputs(log, call, [&](int in) { release(log, in); });
+    return void(log.values[v].why = Why::kOtherBits);
+  }
+  Value& dropped = log.values[v];
+  dropped.sample = Sample::of(shown(was, dropped.made));
+  dropped.state = Value::kDropped, dropped.why = Why::kNone;
+  dropped.held.reset();
+}
+
+}  // namespace leannorm::recording

@@ -1,0 +1,97 @@
+"""What an operator is: one table for `lean()` and for compiled code.
+
+Most rows follow from an operator's schema and tags: a view shows its argument's memory, what is tagged
+`pointwise` is computed element by element, what draws random numbers or writes into an argument happens once.
+`OPERATORS` has the others, by name. Its kinds:
+
+    view     no memory of its own
+    fused    computed element by element: a compiler puts it into the kernel that reads it
+    reduced  reads as those do, and writes
+    pass     a kernel of its own, at the speed of memory
+    window   as a pass, of several reads for each value: rebuilt where products are
+    product  operations per byte count
+    once     never called again: random numbers, collectives, memory without contents
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Kind = Literal["view", "fused", "reduced", "pass", "window", "product", "once"]
+
+
+class Operator(NamedTuple):
+    """One row. Positions count the arguments of the schema.
+
+    `formula`: of its operations. `writes`: arguments that it writes and its schema does not say so, where the
+    argument `gate` is true. `adds`: it adds tensors of the result's size, as a residual connection does.
+    `fills`: it works in place and never reads what was there. `instead`: the operator that makes its first
+    result from others of its results; `sources` are that operator's arguments: by number one of this call,
+    by a string one of its results, or None.
+    """
+
+    kind: Kind
+    formula: Literal["", "matrix", "convolution", "attention"] = ""
+    writes: tuple[int, ...] = ()
+    gate: int = -1
+    adds: bool = False
+    fills: bool = False
+    instead: str = ""
+    sources: tuple[int | str | None, ...] = ()
+
+
+def _rows(kind: Kind, names: str, **fields: object) -> dict[str, Operator]:
+    return {f"aten::{name}": Operator(kind, **fields) for name in names.split()}  # type: ignore[arg-type]
+
+
+_CHANNEL = "leannorm::channel_normalize"
+SCALE_AND_SHIFT = "scale and shift"
+"""What batch norm's result follows from: its input, and a scale and a shift that its statistics give."""
+
+OPERATORS: dict[str, Operator] = {
+    **_rows("product", "mm bmm addmm baddbmm _scaled_mm linear _grouped_mm", formula="matrix"),
+    **_rows("product", "convolution _convolution", formula="convolution"),
+    **_rows(
+        "product",
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention"
+        " _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
+        formula="attention",
+    ),
+    **_rows("window", "max_pool2d_with_indices max_pool3d_with_indices"),
+    **_rows(
+        "pass",
+        "cat constant_pad_nd avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d"
+        " upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_trilinear3d"
+        " _softmax _log_softmax native_layer_norm native_group_norm embedding index_select roll flip",
+    ),
+    **_rows(
+        "reduced",
+        "sum mean amax amin max min var var_mean std any all prod argmax argmin logsumexp norm",
+    ),
+    **_rows(
+        "fused",
+        "clone _to_copy to copy full full_like zeros zeros_like ones ones_like new_zeros new_ones"
+        " arange scalar_tensor where masked_fill index gather _unsafe_index lift_fresh_copy slice_scatter"
+        " select_scatter triu tril native_dropout_backward gelu gelu_backward silu silu_backward"
+        " threshold_backward sigmoid_backward tanh_backward repeat expand_copy glu",
+    ),
+    **_rows("fused", "add sub add_ sub_", adds=True),
+    **_rows("fused", "copy_ fill_ zero_", fills=True),
+    **_rows("pass", "native_batch_norm", writes=(3, 4), gate=5, instead=SCALE_AND_SHIFT),
+    **_rows("view", "_unsafe_view _reshape_alias reshape detach alias lift_fresh"),
+    **_rows(
+        "once",
+        "empty empty_strided empty_like new_empty new_empty_strided empty_permuted set_ resize_ resize_as_"
+        " detach_ _local_scalar_dense _resize_output_",
+    ),
+    "leannorm::channel_forward": Operator("pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, 7)),
+    "leannorm::channel_forward_tracked_": Operator(
+        "pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, None)
+    ),
+}
+
+
+def kind_of(name: str) -> Kind | None:
+    """The kind that the table gives, by the name without its overload."""
+    row = OPERATORS.get(name)
+    return None if row is None else row.kind
