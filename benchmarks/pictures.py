@@ -135,7 +135,9 @@ def picture(path: Path, panels: dict[str, list[Point]], axis: str = KEPT) -> Non
     handles = {label: handle for axes in all_axes[0]
                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
-    figure.suptitle("relative to plain PyTorch; lower and further left is better", fontsize=8.5, x=0.99, ha="right")
+    figure.suptitle(
+        "relative to plain PyTorch; lower and further left is better", fontsize=8.5, x=0.99, ha="right"
+    )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     for axes, found in zip(all_axes[0], panels.values(), strict=True):
         label(axes, found)
