@@ -34,7 +34,6 @@ GIVEN = {
     "docs/comparison.md": "0.6 0.8 2% 2.13",
     "docs/compatibility.md": "0.4 2.10 2.11 2.12 2.13 2.14 2.15 300s 6GB 6MiB",
     "docs/compiled.md": "3% 12% 2.14",
-    "docs/demo.md": "16GB",
     "docs/doctor.md": "0.5 0.983 0.997 1.3 1.84 20s",
     "docs/examples.md": "30MB 4MiB",
     "docs/gpu.md": "10.0 12.0 2% 3.6 3.9 8.0 8.6 9.0",

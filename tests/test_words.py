@@ -11,7 +11,7 @@ from leannorm.saving import reasons
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG", "DESIGN")),
 ]
 INSTEAD = {
     r"stock": "baseline, or plain PyTorch",
