@@ -62,7 +62,7 @@ def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
 
 
 def find(file: str, **wanted: Any) -> list[Measured]:
-    """Those rows' shares of stock's."""
+    """Those rows, relative to plain PyTorch."""
     return [
         Measured(_first(row, "kept_ratio", "held_ratio", "held", "kept"),
                  _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
@@ -111,12 +111,12 @@ def converted(model: str, setting: str, file: str = "models_cpu") -> Measured:
 
 
 def compiled(model: str, setting: str) -> Measured:
-    """Of `python -m benchmarks.lean_compiled`, of compiled stock."""
+    """Of `python -m benchmarks.lean_compiled`, of the model compiled without options."""
     return one("lean_compiled_cpu", model=model, setting=setting, convert=False)
 
 
 def example(script: str, setting: str = "norm") -> str:
-    """Of `python -m benchmarks.examples`: what a script holds under a setting, of stock's MB."""
+    """Of `python -m benchmarks.examples`: what a script keeps under a setting, of plain PyTorch's MB."""
     row = _example(script, setting)
     return f"{row['held']:.2f} of {row['stock']:.1f} MB"
 
@@ -149,7 +149,7 @@ def first_step(model: str, setting: str, file: str = "models_compile_cpu") -> fl
 
 
 def beside_checkpoint(model: str, dtype: str, checkpoint: str) -> float | None:
-    """A checkpoint's time less `lean()`'s at the same held bytes, on the line between its points; of stock's.
+    """A checkpoint's time less `lean()`'s at the same bytes, on the line between its points; of a baseline's.
 
     None where it holds less than any setting of `lean()`, or more.
     """
@@ -229,7 +229,7 @@ def of_gpu() -> dict[str, Any]:
 
 
 def gpu(network: str, setting: str) -> Measured:
-    """A training step on the GPU, of stock's."""
+    """A training step on the GPU, relative to plain PyTorch."""
     (row,) = (r for r in of_gpu()["steps"] if (r["network"], r["setting"]) == (network, setting))
     names = ("held_bytes", "max_memory_allocated", "milliseconds")
     return Measured(*(row[f"{name}_of_stock"] for name in names), run=())
@@ -293,7 +293,7 @@ def more(time: float, signs: str = "+−") -> str:
     return f"{signs[beyond < 0]}{abs(beyond)} %" if beyond else "0 %"
 
 
-def span_percent(what: str, *rows: Measured) -> str:
+def span(what: str, *rows: Measured) -> str:
     """The least and the greatest `held`, `peak` or `time` beyond, in percent."""
     beyond = 1 if what == "time" else 0
     shown = sorted({round(100 * (getattr(row, what) - beyond)) for row in rows})
@@ -305,14 +305,9 @@ def say(text: str) -> None:
     print(f"\n{text}\n")
 
 
-def span(what: str, *rows: Measured) -> str:
-    """The least and the greatest `held`, `peak` or `time`."""
-    return _span(getattr(row, what) for row in rows)
-
-
 def _span(numbers: Iterable[float]) -> str:
     shown = sorted({f"{number:.2f}" for number in numbers}, key=float)
-    return shown[0] if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
+    return shown[0] if len(shown) == 1 else f"{shown[0]}–{shown[-1]}"
 
 
 def where(*rows: Measured, of: str = AT, between: tuple[str, str] = ("; ", ", ")) -> str:

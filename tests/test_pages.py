@@ -152,6 +152,8 @@ def test_a_run_takes_the_place_of_its_own_rows_alone(tmp_path, monkeypatch):
 def test_ranges_and_machines_are_told_once():
     run = {"processor": "A, 1 MiB", "threads": 2, "torch": "2", "date": "2026-11-22", "commit": "c"}
     rows = [pages.Measured(0.5, 0.6, time, tuple(run.items())) for time in (1.05, 1.2, 1.1)]
-    assert pages.span("time", *rows) == "1.05 to 1.20"
-    assert pages.span("held", *rows) == "0.50"
+    assert pages.span("time", *rows) == "5–20 %"
+    assert pages.span("held", *rows) == "50 %"
+    assert rows[0].percents == "50 % | 60 % | +5 %"
+    assert [pages.more(time) for time in (0.91, 1.004, 1.5)] == ["−9 %", "0 %", "+50 %"]
     assert pages.where(*rows) == "2 cores of A, torch 2, 2026-11-22 (c)"
