@@ -27,10 +27,12 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# What the pages say of measurements, from benchmarks/results/
-PAGES := README.md README.zh.md $(sort $(wildcard docs/*.md docs/*/*.md))
+# What the pages say of measurements, from benchmarks/results/: in place in docs/, and the READMEs from their templates
+COG := $(BIN)/cog -P -U --verbosity=1 -I . -p "from benchmarks.pages import *"
 pages: $(VENV)/.ready
-	$(BIN)/cog -r -P -U --verbosity=1 -I . -p "from benchmarks.pages import *" $(PAGES)
+	$(COG) -r $(sort $(wildcard docs/*.md docs/*/*.md))
+	$(COG) -d -o README.md README.template.md
+	$(COG) -d -o README.zh.md README.zh.template.md
 	$(BIN)/python -m benchmarks.pictures
 
 # Measures anew what the pages say, on a machine that does nothing else; some hours on two cores. Kernels have a

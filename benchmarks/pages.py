@@ -2,7 +2,8 @@
 
 A page has a comment `[[[cog table(...) ]]]`, and what it prints stands below, up to `[[[end]]]`. `make pages`
 runs the comments anew and draws the pictures; a test fails where a page says something else than the files.
-Numbers are shares of stock's, as `held / peak / time`.
+`README.template.md` has the comments of README.md, which shows what they print alone. Numbers are relative to
+plain PyTorch, as `kept / peak / time`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ class Measured(NamedTuple):
     def columns(self) -> str:
         return str(self).replace(" / ", " | ")
 
+    @property
+    def percents(self) -> str:
+        """As a person says them: 32 % of the bytes, 49 % of the peak, 9 % more time."""
+        return f"{percent(self.held)} | {percent(self.peak)} | {more(self.time)}"
+
 
 def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
     """The rows of a file that have these values, in its order."""
@@ -56,7 +62,7 @@ def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
 
 
 def find(file: str, **wanted: Any) -> list[Measured]:
-    """Those rows' shares of stock's."""
+    """Those rows, relative to plain PyTorch."""
     return [
         Measured(_first(row, "kept_ratio", "held_ratio", "held", "kept"),
                  _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
@@ -105,12 +111,12 @@ def converted(model: str, setting: str, file: str = "models_cpu") -> Measured:
 
 
 def compiled(model: str, setting: str) -> Measured:
-    """Of `python -m benchmarks.lean_compiled`, of compiled stock."""
+    """Of `python -m benchmarks.lean_compiled`, of the model compiled without options."""
     return one("lean_compiled_cpu", model=model, setting=setting, convert=False)
 
 
 def example(script: str, setting: str = "norm") -> str:
-    """Of `python -m benchmarks.examples`: what a script holds under a setting, of stock's MB."""
+    """Of `python -m benchmarks.examples`: what a script keeps under a setting, of plain PyTorch's MB."""
     row = _example(script, setting)
     return f"{row['held']:.2f} of {row['stock']:.1f} MB"
 
@@ -143,7 +149,7 @@ def first_step(model: str, setting: str, file: str = "models_compile_cpu") -> fl
 
 
 def beside_checkpoint(model: str, dtype: str, checkpoint: str) -> float | None:
-    """A checkpoint's time less `lean()`'s at the same held bytes, on the line between its points; of stock's.
+    """A checkpoint's time less `lean()`'s at the same bytes, on the line between its points; of a baseline's.
 
     None where it holds less than any setting of `lean()`, or more.
     """
@@ -223,7 +229,7 @@ def of_gpu() -> dict[str, Any]:
 
 
 def gpu(network: str, setting: str) -> Measured:
-    """A training step on the GPU, of stock's."""
+    """A training step on the GPU, relative to plain PyTorch."""
     (row,) = (r for r in of_gpu()["steps"] if (r["network"], r["setting"]) == (network, setting))
     names = ("held_bytes", "max_memory_allocated", "milliseconds")
     return Measured(*(row[f"{name}_of_stock"] for name in names), run=())
@@ -261,14 +267,37 @@ def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) ->
 
 
 def first(head: str, *names: str) -> list[Measured]:
-    """The table of the first screen: a network of convolutions, one of attention, a language model."""
-    rows = [
-        vision("resnet50", "conv"),
-        vision("vit_small_patch16_224", "conv"),
-        language("llama", "lean(budget=.25)"),
+    """The table of the first screen: a CNN, a ViT and a Llama on a CPU, then on a GPU.
+
+    Each row has `lean("conv")`, then a checkpoint around every block. Returns the rows of `lean("conv")`, of
+    which the first three are the CPU's.
+    """
+    pairs = [
+        (vision("resnet50", "conv"), vision("resnet50", "checkpoint")),
+        (vision("vit_small_patch16_224", "conv"), vision("vit_small_patch16_224", "checkpoint")),
+        (language("llama", 'lean("conv")'), language("llama", "checkpoint, every block")),
+        *((gpu(name, "conv"), gpu(name, "checkpoint")) for name in ("resnet50", "vit", "Llama")),
     ]
-    table(head, dict(zip(names, rows, strict=True)))
-    return rows
+    rows = {name: f"{a.percents} | {b.percents}" for name, (a, b) in zip(names, pairs, strict=True)}
+    table(head, rows)
+    return [ours for ours, _ in pairs]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def more(time: float, signs: str = "+−") -> str:
+    """The time beyond that of plain PyTorch."""
+    beyond = round(100 * (time - 1))
+    return f"{signs[beyond < 0]}{abs(beyond)} %" if beyond else "0 %"
+
+
+def span(what: str, *rows: Measured) -> str:
+    """The least and the greatest `held`, `peak` or `time` beyond, in percent."""
+    beyond = 1 if what == "time" else 0
+    shown = sorted({round(100 * (getattr(row, what) - beyond)) for row in rows})
+    return f"{shown[0]} %" if len(shown) == 1 else f"{shown[0]}–{shown[-1]} %"
 
 
 def say(text: str) -> None:
@@ -276,14 +305,9 @@ def say(text: str) -> None:
     print(f"\n{text}\n")
 
 
-def span(what: str, *rows: Measured) -> str:
-    """The least and the greatest `held`, `peak` or `time`."""
-    return _span(getattr(row, what) for row in rows)
-
-
 def _span(numbers: Iterable[float]) -> str:
     shown = sorted({f"{number:.2f}" for number in numbers}, key=float)
-    return shown[0] if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
+    return shown[0] if len(shown) == 1 else f"{shown[0]}–{shown[-1]}"
 
 
 def where(*rows: Measured, of: str = AT, between: tuple[str, str] = ("; ", ", ")) -> str:

@@ -1,4 +1,4 @@
-"""Draws the pages' pictures from `benchmarks/results/`: held bytes against the time of a step.
+"""Draws the pages' pictures from `benchmarks/results/`: activation memory against the time of a step.
 
     python -m benchmarks.pictures [--into docs]
 
@@ -35,15 +35,15 @@ TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLM
 FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
          ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
 
-HELD, AXES = "bytes held for the backward pass", {"compiled.svg": "peak of a step"}
+KEPT, AXES = "activation memory kept", {"compiled.svg": "peak memory of a step"}
 SIZE = 7.5  # of labels, in points
 Point = tuple[str, float, float]
 Box = tuple[float, float, float, float]
 
 
 def points(file: str, model: str, dtype: str | None) -> list[Point]:
-    """(setting, held or, of compiled code, peak, time) of one model, stock first, to three digits."""
-    found: list[Point] = [("stock", 1.0, 1.0)]
+    """(setting, kept or, of compiled code, peak, time) of one model, the baseline first, to three digits."""
+    found: list[Point] = [("baseline", 1.0, 1.0)]
     for row in record.read(record.FOLDER / f"{file}.json"):
         if (
             row["model"] != model
@@ -80,7 +80,7 @@ def draw(axes: Any, found: Sequence[Point], title: str) -> None:
         if mine:
             _, held, time = zip(*mine, strict=True)
             axes.scatter(time, held, s=22, color=colour, label=kind)
-    axes.scatter([1], [1], s=22, color="#374151", label="stock")
+    axes.scatter([1], [1], s=22, color="#6b7280", label="baseline: plain PyTorch")
     times = [time for _, _, time in found]
     fastest, slowest = min(times), max(times)
     across = min(0.93, fastest - 0.04), max(1.35, slowest + 0.12)
@@ -122,7 +122,7 @@ def label(axes: Any, found: Sequence[Point]) -> None:
                       ha="left" if side > 0 else "right")  # fmt: skip
 
 
-def picture(path: Path, panels: dict[str, list[Point]], axis: str = HELD) -> None:
+def picture(path: Path, panels: dict[str, list[Point]], axis: str = KEPT) -> None:
     """The panels side by side; they share the axis of bytes."""
     from matplotlib import pyplot
 
@@ -135,7 +135,9 @@ def picture(path: Path, panels: dict[str, list[Point]], axis: str = HELD) -> Non
     handles = {label: handle for axes in all_axes[0]
                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
-    figure.suptitle("of stock torch's; lower and further left is better", fontsize=8.5, x=0.99, ha="right")
+    figure.suptitle(
+        "relative to plain PyTorch; lower and further left is better", fontsize=8.5, x=0.99, ha="right"
+    )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     for axes, found in zip(all_axes[0], panels.values(), strict=True):
         label(axes, found)
@@ -167,7 +169,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs"))
     into = parser.parse_args().into
     for name, panels in pictures().items():
-        picture(into / name, panels, AXES.get(name, HELD))
+        picture(into / name, panels, AXES.get(name, KEPT))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ pytest.importorskip("matplotlib")
 from benchmarks import pages, pictures, record
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
-FILLED = [page for page in PAGES if "[[[cog" in page.read_text()]
+TEMPLATES = [ROOT / "README.template.md", ROOT / "README.zh.template.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *TEMPLATES]
+FILLED = [page for page in PAGES if page not in TEMPLATES and "[[[cog" in page.read_text()]
 
 # What looks measured: a fraction, or a number with a unit. Not a version, whose name comes before it.
 NUMBER = re.compile(
@@ -27,20 +28,19 @@ VERSION = re.compile(
 # Numbers of a page that nobody measured: settings, defaults, sizes that the code sets, constants of a model,
 # what others have published, what a sample prints
 GIVEN = {
-    "README.md": "0.3",
-    "README.zh.md": "0.3",
+    "README.template.md": "4MiB",
+    "README.zh.template.md": "4MiB",
     "docs/batch_norm_act.md": "0.01",
     "docs/comparison.md": "0.6 0.8 2% 2.13",
     "docs/compatibility.md": "0.4 2.10 2.11 2.12 2.13 2.14 2.15 300s 6GB 6MiB",
-    "docs/compiled.md": "0.03 0.12 2.14",
-    "docs/demo.md": "16GB",
+    "docs/compiled.md": "3% 12% 2.14",
     "docs/doctor.md": "0.5 0.983 0.997 1.3 1.84 20s",
     "docs/examples.md": "30MB 4MiB",
     "docs/gpu.md": "10.0 12.0 2% 3.6 3.9 8.0 8.6 9.0",
     "docs/interop.md": "0.01 0.8999999761581421 0.9 1.23 3.3",
     "docs/layer_norm.md": "16MiB",
-    "docs/lean.md": "0.1 0.25 0.4 4MiB",
-    "docs/measured.md": "32MiB 480MiB 4MiB",
+    "docs/lean.md": "0.25 40% 4MiB",
+    "docs/measured.md": "32MiB 480MiB",
     "docs/memory.md": "2.36",
     "docs/operator.md": "0.1 0.9 0.99",
     "docs/profile.md": "0.5 24GB 24GiB 4MiB 5% 500MB",
@@ -55,21 +55,31 @@ GIVEN = {
 }
 
 
-def check(*files):
-    command = [sys.executable, "-m", "cogapp", "--check", "--diff", "-P", "-U", "-I", ".", "-p"]
-    command += ["from benchmarks.pages import *", *map(str, files)]
+def cog(*arguments):
+    command = [sys.executable, "-m", "cogapp", "-P", "-U", "-I", ".", "-p"]
+    command += ["from benchmarks.pages import *", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_pages_say_what_was_measured(tmp_path):
     assert len(FILLED) >= 10
-    done = check(*FILLED)
+    done = cog("--check", "--diff", *FILLED)
     assert done.returncode == 0, f"`make pages` writes them anew:\n{done.stdout}{done.stderr}"
-    wrong = tmp_path / "README.md"
-    text = (ROOT / "README.md").read_text()
-    line = next(row for row in text.split("\n") if row.startswith("| ResNet-50, float32"))
-    wrong.write_text(text.replace(line, re.sub(r"\| 0\.\d\d \|", "| 0.01 |", line, count=1)))
-    assert check(wrong).returncode != 0
+    wrong = tmp_path / "index.md"
+    text = (ROOT / "docs" / "index.md").read_text()
+    line = next(row for row in text.split("\n") if row.startswith("| ResNet-50"))
+    wrong.write_text(text.replace(line, re.sub(r"\| \d+ % \|", "| 1 % |", line, count=1)))
+    assert cog("--check", wrong).returncode != 0
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_a_readme_is_what_its_template_gives(template):
+    """With what the template's comments print, and without the comments."""
+    rendered = cog("-d", template)
+    assert rendered.returncode == 0, rendered.stderr
+    page = (ROOT / template.name.replace(".template", "")).read_text()
+    assert page == rendered.stdout, "`make pages` writes it anew"
+    assert "cog" not in page
 
 
 def numbers_by_hand(text):
@@ -90,8 +100,8 @@ def test_a_page_has_no_measurement_that_was_typed_by_hand(page):
 
 
 def test_a_measurement_typed_by_hand_is_found():
-    told = "takes 0.98 of stock's, 86 % of 12 ms, | 1.82 | beside torch 2.13 and `budget=0.3`; 53.4 MB"
-    assert numbers_by_hand(told) == {"0.98", "86%", "12ms", "1.82", "53.4"}
+    text = "takes 0.98 of the time, 86 % of 12 ms, | 1.82 | with torch 2.13 and `budget=0.3`; 53.4 MB"
+    assert numbers_by_hand(text) == {"0.98", "86%", "12ms", "1.82", "53.4"}
 
 
 @pytest.mark.parametrize("name", pictures.pictures())
@@ -104,13 +114,13 @@ def test_pictures_show_what_was_measured(name):
 
 
 def test_a_picture_is_the_same_each_time_and_has_a_dot_for_every_setting(tmp_path):
-    found = [("stock", 1.0, 1.0), ("lean()", 0.5, 1.02), ('lean("conv")', 0.2, 1.2)]
+    found = [("baseline", 1.0, 1.0), ("lean()", 0.5, 1.02), ('lean("conv")', 0.2, 1.2)]
     found += [("checkpoint, every block", 0.3, 1.3)]
     for name in ("a.svg", "b.svg"):
         pictures.picture(tmp_path / name, {"ResNet-50, float32": found})
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
-    for words in ("stock", "lean()", '"conv"', "every block"):
+    for words in ("baseline", "lean()", '"conv"', "every block"):
         assert words in drawn
 
 
@@ -142,6 +152,8 @@ def test_a_run_takes_the_place_of_its_own_rows_alone(tmp_path, monkeypatch):
 def test_ranges_and_machines_are_told_once():
     run = {"processor": "A, 1 MiB", "threads": 2, "torch": "2", "date": "2026-11-22", "commit": "c"}
     rows = [pages.Measured(0.5, 0.6, time, tuple(run.items())) for time in (1.05, 1.2, 1.1)]
-    assert pages.span("time", *rows) == "1.05 to 1.20"
-    assert pages.span("held", *rows) == "0.50"
+    assert pages.span("time", *rows) == "5–20 %"
+    assert pages.span("held", *rows) == "50 %"
+    assert rows[0].percents == "50 % | 60 % | +5 %"
+    assert [pages.more(time) for time in (0.91, 1.004, 1.5)] == ["−9 %", "0 %", "+50 %"]
     assert pages.where(*rows) == "2 cores of A, torch 2, 2026-11-22 (c)"
