@@ -92,19 +92,17 @@ void move_running_(const Tensor& running_mean, const Tensor& running_var, const 
     batches = static_cast<int64_t*>(num_batches->mutable_data_ptr());
   }
   const double values = total_count.has_value() ? *doubles(*total_count) : double(count);
-  bool finite = true;
-  if (values > 0) {
-    const double weight = momentum.has_value() ? *momentum : batches == nullptr ? 0.0 : 1.0 / double(*batches + 1);
-    const double degrees = std::max(values - 1, 1.0);
-    std::vector<double> next(2 * n);
-    finite = advance(running_mean, weight, [&](int64_t i) { return means[i]; }, next.data()) &&
-             advance(running_var, weight, [&](int64_t i) { return m2s[i] / degrees; }, next.data() + n);
-    if (finite) {
-      store(running_mean, next.data());
-      store(running_var, next.data() + n);
-    }
+  if (values == 0) return;  // an empty batch: an average over the batches does not count it either
+  const double weight = momentum.has_value() ? *momentum : batches == nullptr ? 0.0 : 1.0 / double(*batches + 1);
+  const double degrees = std::max(values - 1, 1.0);
+  std::vector<double> next(2 * n);
+  if (!advance(running_mean, weight, [&](int64_t i) { return means[i]; }, next.data()) ||
+      !advance(running_var, weight, [&](int64_t i) { return m2s[i] / degrees; }, next.data() + n)) {
+    return;
   }
-  if (batches != nullptr) *batches += finite;
+  store(running_mean, next.data());
+  store(running_var, next.data() + n);
+  if (batches != nullptr) ++*batches;
 }
 
 namespace {

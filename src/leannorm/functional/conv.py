@@ -285,6 +285,12 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     return _convolution(x, weight, stride, name or padding, dilation, groups, mode).apply(x, weight, bias)
 
 
+def _why_not_folded(call: Arguments) -> str:
+    if call["eps_mode"] == "outside":
+        return "it is one operator with its convolution, and has no to_pair() with eps_mode='outside'"
+    return "it is one operator with its convolution; take to_pair() of the layer"
+
+
 declare(
     "conv_batch_norm(Tensor x, Tensor conv_weight, Tensor? conv_bias, Tensor(a!)? running_mean,"
     " Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, Tensor? weight, Tensor? bias, int[] stride,"
@@ -293,5 +299,5 @@ declare(
     _run,
     _fake,
     in_training,
-    "it is one operator with its convolution; take to_pair() of the layer",
+    _why_not_folded,
 )

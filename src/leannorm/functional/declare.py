@@ -29,16 +29,19 @@ class AffineNames(NamedTuple):
     eps: str = "eps"
 
 
+Folds = AffineNames | Callable[[Arguments], str] | None
+
+
 class Norm(NamedTuple):
     """An operator that normalizes by a batch's own statistics or by given ones.
 
     `by_batch(arguments)`: does this call use the batch's own, and so write the buffers `statistics`?
-    `folds`: the arguments that `fold` reads, or why it cannot fold the operator; "" for nothing to fold.
+    `folds`: the arguments that `fold` reads, or why it cannot fold a call; None for nothing to fold.
     """
 
     statistics: tuple[str, ...]
     by_batch: Callable[[Arguments], Any]
-    folds: AffineNames | str = ""
+    folds: Folds = None
 
 
 # the schemas of torch's own norms do not mark the running statistics as written
@@ -64,7 +67,7 @@ def declare(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     by_batch: Callable[[Arguments], Any] | None = None,
-    folds: AffineNames | str = "",
+    folds: Folds = None,
 ) -> None:
     """Make one of our functions the operator `leannorm::name`: one node in an exported graph.
 

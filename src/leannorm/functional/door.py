@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from leannorm._errors import InputError
-from leannorm.functional.declare import AffineNames, Arguments, declare
+from leannorm.functional.declare import Arguments, Folds, declare
 from leannorm.functional.jagged import NestedTensor
 from leannorm.functional.valid import refuse_to_export
 from leannorm.ops.modes import exporting
@@ -59,7 +59,7 @@ def public(
     by_batch: Callable[[Arguments], Any] | None = None,
     operator: Callable[[Arguments], Any] | None = None,
     dtype: Callable[[Arguments], torch.dtype] | None = None,
-    folds: AffineNames | str = "",
+    folds: Folds = None,
 ) -> Callable[[Function], Function]:
     """A function of ours, which is left as it is: what others are told of it.
 
@@ -86,7 +86,7 @@ def public(
 def declares(
     by_batch: Callable[[Arguments], Any] | None = None,
     dtype: Callable[[Arguments], torch.dtype] | None = None,
-    folds: AffineNames | str = "",
+    folds: Folds = None,
 ) -> Callable[[Function], Function]:
     """Declare the operator that has a function's name and arguments; see `public`."""
 

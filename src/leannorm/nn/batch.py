@@ -19,10 +19,10 @@ class BatchNorm1d(BatchNormBase, torch.nn.BatchNorm1d):
     `torch.compile(fullgraph=True)`, with `momentum=None` too; `torch.func` transforms and double backward
     work.
 
-    A batch whose statistics are not all finite moves neither running statistics nor counter. `stats_dtype` is
-    a dtype that the running statistics keep whatever the layer is cast to. With `group_size` every so many
-    samples are normalized by their own statistics (ghost batch norm; the last group may be smaller); the
-    running ones are of the whole batch.
+    An empty batch, and one whose statistics are not all finite, moves neither running statistics nor counter.
+    `stats_dtype` is a dtype that the running statistics keep whatever the layer is cast to. With `group_size`
+    every so many samples are normalized by their own statistics (ghost batch norm; the last group may be
+    smaller); the running ones are of the whole batch.
 
     Shapes: input (N, C) or (N, C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.

@@ -84,7 +84,7 @@ class BatchNormOp(HasStatistics, Layer):
             batch_id=self.batch_id,
             data_layout=self.data_layout,
         )
-        if self.training and not (frozen() or rebuilding()):
+        if self.training and x.numel() and not (frozen() or rebuilding()):  # an empty batch moves nothing
             self.batch_id.add_(1)
         return result.y
 

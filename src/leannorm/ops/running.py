@@ -86,7 +86,7 @@ def merge_into(pool: Pool, moments: Moments) -> None:
         pool.m2.add_(m2 + difference * difference * (count * share))
         pool.mean.add_(difference * share)
         pool.counts[1].add_(more)
-        pool.counts[0].add_(1)
+        pool.counts[0].add_(more > 0 if isinstance(more, Tensor) else int(more > 0))
 
 
 class RunningVerbs:
@@ -101,31 +101,33 @@ class RunningVerbs:
         """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
 
         In place; what is None is skipped. `momentum=None` weighs the batch by 1 / the number of batches,
-        computed on the device. An empty batch is counted and moves nothing. The number of batches may have
-        any dtype, which then rounds the count, as in torch.
+        computed on the device. The number of batches may have any dtype, which then rounds the count, as in
+        torch.
 
-        All move, or none: nothing changes where one of the batch's statistics is not finite, or where one of
-        the running ones, being finite, would no longer be (in float16 a variance soon is not).
+        All move, or none: nothing changes for an empty batch, where one of the batch's statistics is not
+        finite, or where one of the running ones, being finite, would no longer be (in float16 a variance soon
+        is not).
         """
         running_mean, running_var, num_batches, momentum = running
         mean, m2, count = moments.mean, moments.m2, moments.count
-        finite: bool | Tensor = True
-        empty = isinstance(count, int) and count == 0
-        if running_mean is not None and running_var is not None and not empty:
+        if isinstance(count, int) and count == 0:
+            return
+        # known on the device alone: 0 if the batch is empty on all ranks
+        moves: bool | Tensor = (count > 0).detach() if isinstance(count, Tensor) else True
+        if running_mean is not None and running_var is not None:
             factor: float | Tensor = 0.0 if momentum is None else momentum
             if momentum is None and num_batches is not None:
                 factor = (num_batches + 1).to(mean.dtype).reciprocal()
             degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-            if isinstance(count, Tensor):  # known on the device alone; 0 if the batch is empty on all ranks
-                factor = (count > 0).to(count.dtype) * factor
             mean, variance = (_unwrapped(v.detach(), running_mean) for v in (mean, m2 / degrees))
+            moves = _unwrapped(moves, running_mean) if isinstance(moves, Tensor) else moves
             with _outside_of_transforms(running_mean, running_var, mean, variance):
                 mean, mean_moves = _end(running_mean, mean, factor)
                 variance, variance_moves = _end(running_var, variance, factor)
-                finite = mean_moves & variance_moves
-                running_mean.copy_(torch.where(finite, mean, running_mean))
-                running_var.copy_(torch.where(finite, variance, running_var))
+                moves = mean_moves & variance_moves & moves
+                running_mean.copy_(torch.where(moves, mean, running_mean))
+                running_var.copy_(torch.where(moves, variance, running_var))
         if num_batches is not None:
-            one = _unwrapped(finite, num_batches) if isinstance(finite, Tensor) else 1
+            one = _unwrapped(moves, num_batches) if isinstance(moves, Tensor) else 1
             with _outside_of_transforms(num_batches, *((one,) if isinstance(one, Tensor) else ())):
                 num_batches.add_(one)

@@ -19,10 +19,14 @@ IGNORED = ("StructuredToParameterName@@",)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Arrays by "layer.name"; `settings`: the eps and momentum of those layers whose file states them."""
+    """Arrays by "layer.name"; `settings`: the eps and momentum of those layers whose file states them.
+
+    `absent`: the keys of scales and shifts that a layer was made without, as the file states.
+    """
 
     tensors: dict[str, Tensor]
     settings: dict[str, dict[str, float]] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
 
 
 def optional(module: str, purpose: str) -> Any:

@@ -96,14 +96,17 @@ def _numbered(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _numbered(child, f"{prefix}{name}.")
 
 
-def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every dataset of the open file by "layer.name", and the norms' settings that the file states."""
+def _datasets(
+    file: Any, config: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
+    """Every dataset of the open file by "layer.name", the norms' settings that the file states, and the keys
+    of what it says that they were made without."""
     if "model_config" in file.attrs:
         config = json.loads(_attribute(file, "model_config"))
     root = file.get("model_weights", file)
     named = "layer_names" in root.attrs or "layer_names0" in root.attrs
     places = dict(_named(root) if named else _numbered(root))
-    settings = {}
+    settings, absent = {}, set()
     for name, layer in _norms(config or {}):
         stated = layer["config"]
         settings[name] = {
@@ -111,27 +114,33 @@ def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[
             for ours, theirs in (("eps", "epsilon"), ("momentum", "momentum"))
             if theirs in stated
         }
-        affine = [leaf for leaf, flag in (("gamma", "scale"), ("beta", "center")) if stated.get(flag, True)]
+        if layer["class_name"] == "RMSNormalization" or stated.get("rms_scaling"):
+            continue  # one array, always
+        without = {
+            leaf for leaf, flag in (("gamma", "scale"), ("beta", "center")) if not stated.get(flag, True)
+        }
+        absent |= {f"{name}.{leaf}" for leaf in without}
+        affine = [leaf for leaf in ("gamma", "beta") if leaf not in without]
         leaves = [*affine, *(STATISTICS if layer["class_name"] == NORMS[0] else ())]
         numbers = [
             key for key in places if key.rpartition(".")[0] == name and key.rpartition(".")[2].isdigit()
         ]
         if len(numbers) == len(leaves):
             places |= {f"{name}.{leaf}": places.pop(f"{name}.{i}") for i, leaf in enumerate(leaves)}
-    return places, settings
+    return places, settings, frozenset(absent)
 
 
 def _checkpoint(content: bytes, config: Mapping[str, Any] | None = None) -> Checkpoint:
     _refuse_damaged_heaps(content)
     with _h5py().File(io.BytesIO(content), "r") as file:
-        places, settings = _datasets(file, config)
-        return Checkpoint({key: to_tensor(key, place[()]) for key, place in places.items()}, settings)
+        places, settings, absent = _datasets(file, config)
+        return Checkpoint({key: to_tensor(key, place[()]) for key, place in places.items()}, settings, absent)
 
 
 def _filled(content: bytes, values: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> bytes:
     buffer = io.BytesIO(content)
     with _h5py().File(buffer, "r+") as file:
-        places, _ = _datasets(file, config)
+        places, _, _ = _datasets(file, config)
         for key, value in values.items():
             places[key][...] = to_array(value)
     return buffer.getvalue()

@@ -20,6 +20,7 @@ from leannorm.interop.checkpoints.settings import (
     warn_of,
 )
 from leannorm.interop.checkpoints.sources import read_any
+from leannorm.interop.checkpoints.subsets import name_numbers
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Loaded:
     """What `load` did: which keys matched, which did not, and what it set or left open.
 
     `loaded`: our key → the checkpoint's; `missing`, `surplus`: what matched nothing; `notes`: what the
-    checkpoint left open; `settings`: layer → the eps and momentum that were set on it.
+    checkpoint left open; `settings`: layer → the eps and momentum that were set on it; `identity`: our keys
+    of norms that one side alone has, and which were set to the identity here, or are it there.
 
     >>> import torch
     >>> from leannorm import interop
@@ -41,6 +43,7 @@ class Loaded:
     surplus: tuple[str, ...]
     notes: tuple[str, ...]
     settings: dict[str, dict[str, float]]
+    identity: tuple[str, ...] = ()
 
 
 def _value(
@@ -96,10 +99,16 @@ def load(
             `math.inf` keeps the variance as it is, which gives the source's own outputs in inference.
         eps: what the source's layers had, one number or one a layer, where the file does not say it.
         momentum: the same; in the source's own sense.
-        strict: False leaves alone what is missing and passes over what is surplus.
+        strict: False leaves alone what is missing and passes over what is surplus. Of a norm that the
+            checkpoint has, what is missing is set to the identity.
 
-    Raises: `InputError` for an unknown source, keys that match nothing, wrong shapes, NaN in statistics,
-    a negative variance, a damaged file; `MissingDependencyError` for a format whose reader is not
+    A norm may have been made without scale or shift there. Where the file says so (.keras, .h5 with its
+    configuration, .onnx, numbers that allow one reading), these are set to the identity. What the model's
+    norm lacks must be the identity there.
+
+    Raises: `InputError` for an unknown source, keys that match nothing, wrong shapes, NaN in statistics, a
+    negative variance, a scale or a shift that the model's norm lacks, arrays without names that may be
+    either of the two, a damaged file; `MissingDependencyError` for a format whose reader is not
     installed. The model is unchanged after any. Warns (`ConventionWarning`) of what stays open.
 
     Source: the framework files named in `leannorm.interop.checkpoints.conventions`.
@@ -117,18 +126,27 @@ def load(
     names = names or {}
     slots = slots_of(model, theirs, names)
     factors = factors_of(count, slots, theirs)
-    checkpoint = read_any(path_or_mapping, theirs, slots)
-    pairing = match(slots, list(checkpoint.tensors))
-    problems = list(pairing.problems)
+    checkpoint, problems = name_numbers(read_any(path_or_mapping, theirs, slots), slots, theirs)
+    pairing = match(slots, list(checkpoint.tensors), checkpoint.absent)
+    problems += pairing.problems
+    names_may_differ = bool(pairing.missing or pairing.surplus or problems)
+    problems += [
+        f"{key} is not {slot.identity:g} everywhere, and the model's norm has no {slot.key}: make it with one"
+        for slot, key in pairing.lacked
+        if not checkpoint.tensors[key].eq(slot.identity).all()
+    ]
     values: dict[int, tuple[Slot, str, Tensor]] = {}
     for slot, key in pairing.pairs:
         factor = factors.get(slot.module_name, 1.0)
         value = _value(slot, key, checkpoint.tensors[key], theirs, factor, problems)
-        if slot.tensor.is_inference() or torch._debug_has_internal_overlap(slot.tensor) == 1:
-            problems.append(f"{slot.key} cannot be written: it is expanded or of inference mode; clone it")
         first = values.setdefault(id(slot.tensor), (slot, key, value))
         if first[2] is not value and not torch.equal(first[2], value):
             problems.append(f"{first[0].key} and {slot.key} are one tensor here, {first[1]} and {key} differ")
+    problems += [
+        f"{slot.key} cannot be written: it is expanded or of inference mode; clone it"
+        for slot in (*(slot for slot, _ in pairing.pairs), *pairing.identity)
+        if slot.tensor.is_inference() or torch._debug_has_internal_overlap(slot.tensor) == 1
+    ]
     if strict:
         problems += [f"missing: {line}" for line in pairing.missing]
         problems += [f"surplus: {line}" for line in pairing.surplus]
@@ -136,10 +154,11 @@ def load(
         remedy = (
             "; where the layers have other names, pass names={'layer here': 'layer there'}; strict=False "
             "passes over what is missing or surplus"
+            + (", and sets what a norm there lacks to the identity" if pairing.identity else "")
         )
         raise InputError(
             "the checkpoint does not fit the model, which is unchanged"
-            + (remedy if pairing.missing or pairing.surplus or pairing.problems else "")
+            + (remedy if names_may_differ else "")
             + ":"
             + "".join(f"\n  {problem}" for problem in problems)
         )
@@ -148,9 +167,12 @@ def load(
     with torch.no_grad():
         for slot, _, value in values.values():
             slot.tensor.copy_(value)
+        for slot in pairing.identity:
+            slot.tensor.fill_(slot.identity)
     for name, attributes in changes.items():
         for attribute, number in attributes.items():
             setattr(model.get_submodule(name), attribute, number)
     warn_of(notes)
     loaded = {slot.key: key for slot, key in pairing.pairs}
-    return Loaded(loaded, tuple(pairing.missing), tuple(pairing.surplus), tuple(notes), changes)
+    identity = tuple(slot.key for slot in (*pairing.identity, *(slot for slot, _ in pairing.lacked)))
+    return Loaded(loaded, tuple(pairing.missing), tuple(pairing.surplus), tuple(notes), changes, identity)

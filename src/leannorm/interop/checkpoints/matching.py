@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +29,23 @@ OTHERS: tuple[tuple[type[torch.nn.Module], str], ...] = (
     (torch.nn.Embedding, "embedding"),
 )
 
+# where a norm of torch has the shape of its tensors
+_SIZES = ("num_features", "num_channels", "normalized_shape")
+
 # classes of torch that are no layers: their parameters are the model's own
 HOLDERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 STATISTICS = ("running_mean", "running_var")
+# what a norm's tensor is where it does nothing
+IDENTITY = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the model; `candidates` are the keys that may hold it in a checkpoint, best first."""
+    """One tensor of the model; `candidates` are the keys that may hold it in a checkpoint, best first.
+
+    `prefixes`: the layer's names there. `absent`: the model's norm has no such tensor, and `tensor` is the
+    identity.
+    """
 
     module_name: str
     module: torch.nn.Module
@@ -44,15 +53,32 @@ class Slot:
     tensor: Tensor
     kind: str | None
     candidates: tuple[str, ...]
+    prefixes: tuple[str, ...] = ("",)
+    absent: bool = False
 
     @property
     def key(self) -> str:
         return joined(self.module_name, self.role)
 
+    def key_in(self, keys: Collection[str]) -> str | None:
+        return next((candidate for candidate in self.candidates if candidate in keys), None)
+
     @property
     def optional(self) -> bool:
         """Is it a counter or an index table? Other frameworks do not save those."""
         return not self.tensor.is_floating_point()
+
+    @property
+    def of_norm(self) -> bool:
+        """Is it one of the four tensors that a norm may have, in a layer that the framework has, too?"""
+        return self.kind in OF_NORMS.values() and self.role in IDENTITY and bool(self.candidates)
+
+    @property
+    def identity(self) -> float:
+        """Of a tensor that a norm may have, what it is where it does nothing."""
+        return IDENTITY[self.role] - (
+            getattr(self.module, "weight_offset", 0.0) if self.role == "weight" else 0
+        )
 
 
 def joined(prefix: str, name: str) -> str:
@@ -124,19 +150,39 @@ def slots_of(
                     "materialize it with to_empty() or one forward pass"
                 )
         learned = [role for role, tensor in own.items() if tensor.is_floating_point()]
-        for role, tensor in own.items():
-            leaves = _leaves(module, role, learned, convention)
-            prefixes = foreign_names(name, names)
+        prefixes = foreign_names(name, names)
+        named = {role: (tensor, _leaves(module, role, learned, convention)) for role, tensor in own.items()}
+        for role, (tensor, leaves) in (named | _absent(module, own, convention)).items():
             candidates = tuple(joined(p, leaf.replace("/", ".")) for p in prefixes for leaf in leaves)
-            slots.append(Slot(name, module, role, tensor, kind_of(module), candidates))
+            absent = role not in own
+            slots.append(Slot(name, module, role, tensor, kind_of(module), candidates, prefixes, absent))
     return slots
+
+
+def _absent(
+    module: torch.nn.Module, own: Mapping[str, Tensor], theirs: Convention
+) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
+    """The tensors that a norm may have and this one lacks: the identity, and their names in the framework."""
+    kind = kind_of(module)
+    if kind is None or kind not in OF_NORMS.values() or kind not in theirs.names:
+        return {}
+    size = next(getattr(module, name) for name in _SIZES if hasattr(module, name))
+    shape = (size,) if isinstance(size, int) else tuple(size)
+    table = {**theirs.names["batch_norm"], **theirs.names[kind]}
+    return {role: (torch.full(shape, IDENTITY[role]), table[role]) for role in IDENTITY if role not in own}
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """`pairs` of a slot and its key in the checkpoint; `problems` are errors also with strict=False."""
+    """`pairs` of a slot and its key in the checkpoint; `problems` are errors also with strict=False.
+
+    `lacked`: pairs of what the model's norm lacks, which must be the identity. `identity`: what the norms of
+    the checkpoint lack; it is `missing`, too, unless the checkpoint says that they were made without it.
+    """
 
     pairs: list[tuple[Slot, str]]
+    lacked: list[tuple[Slot, str]]
+    identity: list[Slot]
     missing: list[str]
     surplus: list[str]
     problems: list[str]
@@ -148,34 +194,49 @@ def _number_of(key: str) -> str | None:
     return layer if leaf.isdigit() else None
 
 
-def match(slots: Sequence[Slot], keys: Sequence[str]) -> Pairing:
-    """Pair slots and keys by name; a tensor that the model uses twice needs only one key."""
+def match(slots: Sequence[Slot], keys: Sequence[str], absent: frozenset[str] = frozenset()) -> Pairing:
+    """Pair slots and keys by name; a tensor that the model uses twice needs only one key.
+
+    `absent` are keys that the checkpoint lacks because its layers were made without them.
+    """
     present = set(keys)
-    pairs, problems = [], []
-    for slot in slots:
-        key = next((candidate for candidate in slot.candidates if candidate in present), None)
-        if key is not None:
-            pairs.append((slot, key))
-    paired = {id(slot.tensor) for slot, _ in pairs}
-    missing = [
-        f"{s.key} (looked for {' or '.join(s.candidates)})"
-        if s.candidates
-        else f"{s.key} (no rule for {type(s.module).__name__})"
-        for s in slots
-        if id(s.tensor) not in paired and not s.optional
-    ]
+    own = [slot for slot in slots if not slot.absent]
+    pairs = [(slot, key) for slot in own if (key := slot.key_in(present)) is not None]
     used = {key for _, key in pairs}
+    others = [slot for slot in slots if slot.absent]
+    lacked = [(slot, key) for slot in others if (key := slot.key_in(present - used)) is not None]
+    used |= {key for _, key in lacked}
     surplus = [key for key in keys if key not in used]
+    problems = [
+        f"{slot.key} has two arrays there, {key} and {more[0]}; pass names= of one"
+        for slot, key in (*pairs, *lacked)
+        if slot.of_norm and (more := [c for c in slot.candidates if c in present and c != key])
+    ]
+
+    norms = {slot.module_name for slot, _ in (*pairs, *lacked) if slot.of_norm}
+    paired = {id(slot.tensor) for slot, _ in pairs}
+    identity, missing = [], []
+    for slot in own:
+        if id(slot.tensor) in paired or slot.optional:
+            continue
+        without = slot.of_norm and not absent.isdisjoint(slot.candidates)
+        if without or (slot.of_norm and slot.module_name in norms):
+            identity.append(slot)
+        if not without:
+            tried = f"looked for {' or '.join(slot.candidates)}"
+            missing.append(
+                f"{slot.key} ({tried if slot.candidates else f'no rule for {type(slot.module).__name__}'})"
+            )
     # numbers do not name the arrays: if the count differs, each of them may be another array
     numbered = {_number_of(key) for slot, key in pairs if key != slot.candidates[0]}
     for prefix in sorted(layer for layer in numbered if layer is not None):
         there = [key for key in keys if _number_of(key) == prefix]
-        ours = [slot.candidates[0] for slot in slots if prefix in map(_number_of, slot.candidates)]
+        ours = [slot.candidates[0] for slot in own if prefix in map(_number_of, slot.candidates)]
         if len(there) != len(ours):
             problems.append(
                 f"{prefix} holds {len(there)} numbered arrays, the model {len(ours)}: {', '.join(ours)}"
             )
-    return Pairing(pairs, missing, surplus, problems)
+    return Pairing(pairs, lacked, identity, missing, surplus, problems)
 
 
 def _is_depthwise(slot: Slot, convention: Convention) -> bool:

@@ -41,7 +41,8 @@ def _layer(node: Any, inputs: list[str]) -> str:
     return name.strip("/").replace("/", ".")
 
 
-def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[str, float]]]:
+def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[str, float]], frozenset[str]]:
+    """The arrays by "layer.name", the norms' settings, and the keys of what a norm's node leaves out."""
     if not model.graph.node:
         raise InputError("it holds no graph; export the model anew")
     value_of = onnx.helper.get_attribute_value
@@ -54,6 +55,7 @@ def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[
             held[node.output[0]] = held[node.input[0]]  # exporters share equal initializers this way
     places: dict[str, _Place] = {}
     settings: dict[str, dict[str, float]] = {}
+    absent: set[str] = set()
     used = set()
     for node in model.graph.node:
         leaves = OPERATORS.get(node.op_type, ())
@@ -74,6 +76,8 @@ def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[
             used.add(held[name].name)
         if node.op_type.endswith("Normalization"):
             settings[layer] = {"eps": attributes.get("epsilon", CONVENTIONS["onnx"].eps)}
+            given = dict(zip(leaves, node.input[1:], strict=False))
+            absent |= {f"{layer}.{leaf}" for leaf in leaves if not given.get(leaf)}
         if node.op_type == "BatchNormalization":
             settings[layer]["momentum"] = attributes.get("momentum", CONVENTIONS["onnx"].momentum)
     types = onnx.TensorProto
@@ -82,23 +86,23 @@ def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[
         # integers are shapes and axes, single values constants of the arithmetic
         if proto.name not in used and proto.data_type in floats and any(size > 1 for size in proto.dims):
             places[proto.name.replace("/", ".")] = _Place(proto)
-    return places, settings
+    return places, settings, frozenset(absent)
 
 
 def read(path: Path) -> Checkpoint:
     onnx = optional("onnx", "reading .onnx")
-    places, settings = _contents(onnx.load(path), onnx)
+    places, settings, absent = _contents(onnx.load(path), onnx)
     tensors = {}
     for key, place in places.items():
         value = to_tensor(key, onnx.numpy_helper.to_array(place.proto))
         tensors[key] = value.T if place.transposed else value
-    return Checkpoint(tensors, settings)
+    return Checkpoint(tensors, settings, absent)
 
 
 def filled(template: Path, values: Mapping[str, Tensor]) -> bytes:
     onnx = optional("onnx", "writing .onnx")
     model = onnx.load(template)
-    places, _ = _contents(model, onnx)
+    places, _, _ = _contents(model, onnx)
     written: dict[str, str] = {}
     for key, value in values.items():
         place = places[key]

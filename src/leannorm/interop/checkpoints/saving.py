@@ -18,6 +18,7 @@ from leannorm.interop.checkpoints.files import TEMPLATES, WRITERS
 from leannorm.interop.checkpoints.matching import STATISTICS, Slot, match, slots_of, to_theirs
 from leannorm.interop.checkpoints.settings import Names, PerLayer, factors_of, listed, variance_note, warn_of
 from leannorm.interop.checkpoints.sources import read_any
+from leannorm.interop.checkpoints.subsets import name_numbers
 
 
 def _tree(values: Mapping[str, Any], target: str, slots: Sequence[Slot]) -> dict[str, Any]:
@@ -87,7 +88,8 @@ def save(
             "target 'caffe' cannot be written, only read; write ONNX or another framework's file"
         )
     names = names or {}
-    slots = [s for s in slots_of(model, theirs, names) if theirs.framework == "torch" or not s.optional]
+    every = slots_of(model, theirs, names)
+    slots = [s for s in every if not s.absent and (theirs.framework == "torch" or not s.optional)]
     factors = factors_of(count, slots, theirs)
     unruled = [f"{s.key} ({type(s.module).__name__})" for s in slots if not s.candidates]
     if unruled:
@@ -103,7 +105,7 @@ def save(
         values[slot.candidates[0]] = value
     arrays = {key: _array(value, theirs.framework) for key, value in values.items()}
     if path is not None:
-        content = _content(Path(path), like, theirs, slots, values, arrays)
+        content = _content(Path(path), like, theirs, every, slots, values, arrays)
         with replacing(Path(path)) as file:
             file.write(content)
     warn_of(variance_note(slots, factors, theirs, "saved"))
@@ -114,6 +116,7 @@ def _content(
     path: Path,
     like: str | os.PathLike[str] | None,
     theirs: Convention,
+    every: Sequence[Slot],
     slots: Sequence[Slot],
     values: Mapping[str, Tensor],
     arrays: Mapping[str, Any],
@@ -129,9 +132,11 @@ def _content(
             f"only {theirs.framework} can lay out a new {path.suffix} file; pass like= one that "
             f"it saved of the same network, got {like!r}"
         )
-    there = read_any(like, theirs, slots).tensors
+    template = read_any(like, theirs, every)
+    there = template.tensors
     pairing = match(slots, list(there))
     problems = [
+        *name_numbers(template, every, theirs)[1],
         *pairing.problems,
         *(f"missing: {m}" for m in pairing.missing),
         *(f"surplus: {key}" for key in pairing.surplus),

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import InputError
-from leannorm.interop.checkpoints.arrays import Checkpoint, from_mapping
+from leannorm.interop.checkpoints.arrays import Checkpoint, from_mapping, to_tensor
 from leannorm.interop.checkpoints.conventions import Convention
 from leannorm.interop.checkpoints.files import read
 from leannorm.interop.checkpoints.matching import Slot
-from leannorm.interop.checkpoints.settings import listed
+from leannorm.interop.checkpoints.subsets import name_list
 
 # Flax's collections of parameters and running statistics; a batch norm has tensors in both
 COLLECTIONS = ("params.", "batch_stats.")
@@ -35,22 +35,6 @@ def _blobs(checkpoint: Checkpoint) -> Checkpoint:
     return Checkpoint(tensors)
 
 
-def _numbered(arrays: Sequence[Any], slots: Sequence[Slot]) -> Checkpoint:
-    """A list from Keras' `get_weights()`: arrays layer by layer, in the model's order."""
-    first: dict[int, Slot] = {}
-    for slot in slots:
-        if slot.candidates and not slot.optional:
-            first.setdefault(id(slot.tensor), slot)
-    wanted = list(first.values())
-    if len(wanted) != len(arrays):
-        raise InputError(
-            f"the list must hold one array for each of the model's {len(wanted)} tensors "
-            f"({listed([slot.key for slot in wanted])}), got {len(arrays)}; "
-            "pass a mapping of names where the layers differ"
-        )
-    return from_mapping({slot.candidates[0]: array for slot, array in zip(wanted, arrays, strict=True)})
-
-
 def read_any(source: Any, theirs: Convention, slots: Sequence[Slot]) -> Checkpoint:
     """The checkpoint from a path, a mapping or Keras' list of arrays."""
     if isinstance(source, (str, os.PathLike)):
@@ -58,7 +42,7 @@ def read_any(source: Any, theirs: Convention, slots: Sequence[Slot]) -> Checkpoi
     elif isinstance(source, Mapping):
         checkpoint = from_mapping(source)
     elif isinstance(source, Sequence) and theirs.framework == "keras":
-        return _numbered(source, slots)
+        return name_list([to_tensor(str(i), array) for i, array in enumerate(source)], slots, theirs)
     else:
         raise InputError(
             "the checkpoint must be a path, a mapping of names to arrays or (from keras) a list of arrays, "

@@ -49,13 +49,14 @@ def into_layer_after(
 ) -> tuple[Tensor, Tensor]:
     """Weight and bias of one layer that computes the norm, then the layer.
 
-    Exact only if the layer does not pad, or the norm's shift is 0.
+    Exact only if the layer reads no zeros that are not of its input, or the norm's shift is 0.
     """
     w = weight.detach().double()
-    after = (1,) * (w.dim() - 2)
     if kind == "transposed":
-        scaled = w * norm.scale.reshape(-1, 1, *after)
-        added = torch.zeros(w.shape[1] * groups, dtype=w.dtype, device=w.device)  # only where the shift is 0
+        inputs, outputs = w.shape[0] // groups, w.shape[1]
+        grouped = w.reshape(groups, inputs, outputs, -1)
+        scaled = (grouped * norm.scale.reshape(groups, inputs, 1, 1)).reshape(w.shape)
+        added = (grouped.sum(-1) * norm.shift.reshape(groups, inputs, 1)).sum(1).flatten()
     else:
         outputs, inputs = w.shape[0] // groups, w.shape[1]
         grouped = w.reshape(groups, outputs, inputs, -1)

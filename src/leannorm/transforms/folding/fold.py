@@ -21,8 +21,8 @@ from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.program.program import Program
 from leannorm.transforms.folding.decided import Decided, decided
-from leannorm.transforms.folding.graph import all_variables, double, find_all, fold_graph, in_float64, owner
-from leannorm.transforms.folding.match import Fold, Skip
+from leannorm.transforms.folding.graph import all_variables, double, find_all, fold_graph, in_float64
+from leannorm.transforms.folding.match import Fold, Skip, owner, path_of
 from leannorm.transforms.folding.modules import fold_modules
 from leannorm.transforms.fusing.fuse import unfused
 
@@ -232,8 +232,8 @@ def _with_pairs(model: torch.nn.Module) -> torch.nn.Module:
 def _report(result: torch.nn.Module, matches: list[Fold], skips: list[Skip]) -> FoldReport:
     folded: dict[str, list[str]] = {}
     for match in matches:
-        folded.setdefault(owner(match.norm.mean), []).extend(owner(x.weight) for x in match.layers)
-    skipped = {_norm_path(s.norm): s.reason for s in skips}
+        folded.setdefault(path_of(match.norm.node), []).extend(owner(x.weight) for x in match.layers)
+    skipped = {path_of(s.norm): s.reason for s in skips}
     return FoldReport(
         result,
         tuple(Folded(norm, tuple(dict.fromkeys(into))) for norm, into in folded.items()),
@@ -295,9 +295,3 @@ def _difference(left: list[Any], right: list[Any]) -> tuple[float, float, float]
             difference = gap if gap != gap else max(difference, gap)
             scale = max(scale, mine.double().abs().max().item())
     return difference, scale, eps
-
-
-def _norm_path(norm: fx.Node) -> str:
-    """The norm module's path, or the call's name if its statistics are not variables."""
-    variables = [a for a in norm.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-    return owner(variables[0]) if variables else norm.name

@@ -53,11 +53,12 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
                     nodes.append(graph.get_attr(name))
             node.args = (x, *nodes, *rest)
         done, norm = new[match.norm.result], new[match.norm.node]
+        whole = [new[node] for node in match.norm.nodes]
         source: Any = norm.args[0]
         with graph.inserting_before(norm):
             source = _behind(result, graph, source, match.norm, new)
         done.replace_all_uses_with(source)
-        for node in dict.fromkeys((done, norm)):
+        for node in whole:
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
@@ -95,11 +96,6 @@ def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     copied.output(copied.graph_copy(graph, new))
     copied.set_codegen(graph._codegen)
     return copied, new
-
-
-def owner(variable: fx.Node) -> str:
-    """The path of the module that has this variable."""
-    return str(variable.target).rpartition(".")[0]
 
 
 def all_variables(module: torch.nn.Module) -> dict[str, Tensor]:

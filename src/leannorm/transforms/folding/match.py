@@ -7,13 +7,14 @@ norm's output, and if they do not pad with zeros (a padded zero is not shifted b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from leannorm.functional.declare import NORMS
+from leannorm.functional.declare import NORMS, AffineNames
 from leannorm.program.memory import arguments
 
 # operator -> its kind, and the number of dims of an input whose features are on dim 1
@@ -25,7 +26,10 @@ _LAYERS = {
 
 
 class LinearCall(NamedTuple):
-    """A call of a convolution, a transposed convolution or a linear layer."""
+    """A call of a convolution, a transposed convolution or a linear layer.
+
+    `border`: where it reads zeros that are none of its input's values; "" where it reads none.
+    """
 
     node: fx.Node
     kind: str
@@ -33,7 +37,7 @@ class LinearCall(NamedTuple):
     input: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    padded: bool
+    border: str
     groups: int
 
 
@@ -57,6 +61,11 @@ class NormCall(NamedTuple):
     @property
     def only_normalizes(self) -> bool:
         return self.act == "identity" and self.residual is None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The call, and before it the results of an operator with several, unused ones too."""
+        return [self.node] if self.result is self.node else [*self.node.users, self.node]
 
 
 class Fold(NamedTuple):
@@ -102,33 +111,36 @@ def find(graph: fx.Graph, only_scales: Callable[[NormCall], bool]) -> tuple[list
 
 def norm_of(node: fx.Node) -> NormCall | str | None:
     """The node as a norm's call, or the reason why it cannot be folded; None if it is no batch norm."""
-    operator = NORMS.get(_name(node))
-    if operator is None:
+    norm = NORMS.get(_name(node))
+    if norm is None or norm.folds is None:
         return None
-    if isinstance(operator.folds, str):
-        return operator.folds or None
     a = arguments(node)
-    if operator.by_batch(a) or a[operator.folds.mean] is None:
+    if not isinstance(norm.folds, AffineNames):
+        return norm.folds(a)
+    if norm.by_batch(a) or a[norm.folds.mean] is None:
         return "it uses the batch's own statistics"
-    x, mean, var, weight, bias, eps = (a[name] for name in operator.folds)
-    for what, value in (("statistics", mean), ("statistics", var), ("weight", weight), ("bias", bias)):
+    x, mean, var, weight, bias, eps = (a[name] for name in norm.folds)
+    read = ("statistics are", mean), ("statistics are", var), ("weight is", weight), ("bias is", bias)
+    for what, value in read:
         if value is not None and value.op != "get_attr":
-            return f"its {what} is computed, not a variable"
+            return f"its {what} computed, not a variable"
     result = node
     if len(node.target._schema.returns) > 1:  # type: ignore[union-attr]
-        results = [u for u in node.users if u.args[1] == 0]
-        if len(results) != 1 or len(node.users) != 1:
+        results = {user.args[1]: user for user in node.users}
+        if any(user.users for which, user in results.items() if which != 0):
             return "its statistics are used as well"
+        if 0 not in results:
+            return "nothing follows it"
         result = results[0]
     behind = a.get("act", "identity"), a.get("residual")
     return NormCall(node, result, x, mean, var, weight, bias, eps, *behind)
 
 
 def _layer_before(norm: NormCall) -> LinearCall | str:
-    layer = _layer_of(norm.input)
+    layer = layer_of(norm.input)
     if isinstance(layer, str):
         return f"before it comes {layer}"
-    if len(layer.node.users) > 1:
+    if len(layer.node.users) > 1 or norm.residual is layer.node:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
     if norm.input.meta["val"].dim() != layer.axes:
         return f"it normalizes axis 1, but the {layer.kind} layer before it has its features on another axis"
@@ -140,27 +152,59 @@ def _layers_after(norm: NormCall, only_scales: Callable[[NormCall], bool]) -> tu
         return "nothing follows it"
     layers = []
     for user in norm.result.users:
-        layer = _layer_of(user)
-        if isinstance(layer, str) or layer.input is not norm.result:
-            return f"after it comes {layer if isinstance(layer, str) else 'a use as a weight'}"
+        layer = layer_of(user)
+        if isinstance(layer, str):
+            return f"after it comes {layer}"
         if norm.input.meta["val"].dim() != layer.axes:
             return f"the {layer.kind} layer after it works on another axis"
-        if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
-            return f"the {layer.kind} layer after it has zeros at its border, which the norm would shift"
+        if layer.border and not only_scales(norm):
+            return f"the {layer.kind} layer after it has zeros {layer.border}, which the norm does not shift"
         layers.append(layer)
     return tuple(layers)
 
 
-def _layer_of(node: fx.Node) -> LinearCall | str:
+def layer_of(node: fx.Node) -> LinearCall | str:
     if _name(node) not in _LAYERS:
-        kinds = {"call_function": str(node.target), "placeholder": "an input", "output": "an output"}
-        return kinds.get(node.op, node.op)
+        kinds = {"placeholder": "an input", "output": "an output", "get_attr": "a parameter or buffer"}
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return f"one of the results of {node.args[0].target}"
+        return kinds.get(node.op, str(node.target))
     (kind, axes), a = _LAYERS[_name(node)], arguments(node)
-    if a["weight"].op != "get_attr" or (a["bias"] is not None and a["bias"].op != "get_attr"):
-        return f"a {kind} layer whose weight is computed (a parametrization)"
-    padding = a.get("padding", 0)
-    padded = padding != "valid" if isinstance(padding, str) else any(_each(padding))
-    return LinearCall(node, kind, axes, a["input"], a["weight"], a["bias"], padded, a.get("groups", 1))
+    for what in ("weight", "bias"):
+        if a[what] is not None and a[what].op != "get_attr":
+            return f"a {kind} layer whose {what} is computed"
+    x, weight, bias, groups = a["input"], a["weight"], a["bias"], a.get("groups", 1)
+    return LinearCall(node, kind, axes, x, weight, bias, _border(kind, a), groups)
+
+
+def _border(kind: str, call: Mapping[str, Any]) -> str:
+    wide = any(size > 1 for size in call["weight"].meta["val"].shape[2:])
+    if kind == "transposed":
+        between = any(step > 1 for step in _each(call["stride"])) or any(_each(call["output_padding"]))
+        return "at its border or between its inputs" if wide or between else ""
+    padding = call.get("padding", 0)
+    padded = wide and padding == "same" if isinstance(padding, str) else any(_each(padding))
+    return "at its border" if padded else ""
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the norm's module: the one with its statistics, or else the one whose forward calls it."""
+    norm = NORMS[_name(node)]
+    mean = arguments(node)[norm.folds.mean] if isinstance(norm.folds, AffineNames) else None
+    if isinstance(mean, fx.Node) and mean.op == "get_attr":
+        return owner(mean)
+    scopes = scopes_of(node)
+    return scopes[-1] if scopes and scopes[-1] else node.name
+
+
+def owner(variable: fx.Node) -> str:
+    """The path of the module that has this variable."""
+    return str(variable.target).rpartition(".")[0]
+
+
+def scopes_of(node: fx.Node) -> list[str]:
+    """The paths of the modules in whose forward the node was traced."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _name(node: fx.Node) -> str:

@@ -15,8 +15,8 @@ from leannorm.nn.act import BatchNormActBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.converting.norm_act import BatchNorm2dThenAct
 from leannorm.transforms.folding.arithmetic import into_layer_after, into_layer_before
-from leannorm.transforms.folding.graph import affine_of, all_variables, owner
-from leannorm.transforms.folding.match import Fold, LinearCall, Skip
+from leannorm.transforms.folding.graph import affine_of, all_variables
+from leannorm.transforms.folding.match import Fold, LinearCall, Skip, layer_of, owner, path_of, scopes_of
 
 
 def fold_modules(
@@ -25,12 +25,13 @@ def fold_modules(
     """Fold, in place, every norm module all of whose calls match; returns the folded and the skipped."""
     calls: dict[str, list[Fold]] = {}
     for match in matches:
-        calls.setdefault(owner(match.norm.mean), []).append(match)
-    unmatched = {owner(v): s.reason for s in skips for v in _variables(s.norm)}
+        calls.setdefault(path_of(match.norm.node), []).append(match)
+    unmatched = {path_of(s.norm): f"{s.reason} (in one of its calls)" for s in skips}
+    # asked of all before one is folded: a layer between two norms gets a bias of the first
+    reasons = {path: unmatched.get(path) or _why_not(model, graph, path, own) for path, own in calls.items()}
     folded = []
     for path, own in calls.items():
-        reason = unmatched.get(path) or _why_not(model, graph, path, own)
-        if reason is not None:
+        if (reason := reasons[path]) is not None:
             skips = [*skips, *(Skip(m.norm.node, reason) for m in own)]
             continue
         variables = all_variables(model)
@@ -58,45 +59,54 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
     if len({match.before for match in own}) > 1:
         return "some of its calls come before a layer and some after one"
     norm = model.get_submodule(path)
-    inside = {n for m in own for n in (m.norm.node, m.norm.result)}
-    others = [
-        n for n in graph.nodes if n.op == "call_function" and n not in inside and path in _scopes(n) and path
-    ]
-    if not all(path in _scopes(match.norm.node) for match in own):
+    paths = {name for name, module in model.named_modules(remove_duplicate=False) if module is norm}
+    inside = {node for match in own for node in (match.norm.result, *match.norm.nodes)}
+    if not all(paths.intersection(scopes_of(match.norm.node)) for match in own):
         return "its tensors are read by another module's forward"
-    its_own = (n for n in graph.nodes if n.op == "get_attr" and owner(n) == path)
+    its_own = (n for n in graph.nodes if n.op == "get_attr" and owner(n) in paths)
     if any(user not in inside for n in its_own for user in n.users):
         return "its tensors are also read without it"
-    more = bool(others) or not all(match.norm.only_normalizes for match in own)
-    if (more and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
+    traced = (n for n in graph.nodes if n.op == "call_function" and paths.intersection(scopes_of(n)))
+    more = any(n not in inside for n in traced) or not all(match.norm.only_normalizes for match in own)
+    if (more and _remainder(norm) is None) or not path:
         return f"{type(norm).__name__} does more than normalize"
     if any(match.norm.residual is not None for match in own):
         return "it also adds in the same call"
-    modules = {path: norm}
-    own_calls = {layer.node for match in own for layer in match.layers}
-    for match in own:
-        for layer in match.layers:
-            where = owner(layer.weight)
-            modules[where] = module = model.get_submodule(where)
-            if not isinstance(module, _ConvNd | torch.nn.Linear):
-                return f"{where or 'the model'} ({type(module).__name__}) is no layer of torch.nn"
-            if any(user not in own_calls for user in layer.weight.users):
-                return f"{where} is also called without this norm"
-            if (layer.bias is None) != (module.bias is None):
-                return f"{where} does not always use its bias"
-    names: dict[int, set[int]] = {}
+    layers = [layer for match in own for layer in match.layers]
+    modules = {path: norm} | {
+        owner(layer.weight): model.get_submodule(owner(layer.weight)) for layer in layers
+    }
+    owners: dict[int, set[int]] = {}
     for _, module in model.named_modules():
         for tensor in module._parameters.values():
-            if tensor is not None:
-                names.setdefault(id(tensor), set()).add(id(module))
+            owners.setdefault(id(tensor), set()).add(id(module))
     for where, module in modules.items():
         if any(getattr(module, hooks) for hooks in HOOKS):
-            return f"{where} has hooks, which would see other values"
+            return f"{where} has hooks, which may see other values"
         if torch.nn.utils.parametrize.is_parametrized(module):
             return f"{where} is parametrized"
-        if any(len(names[id(p)]) > 1 for p in module._parameters.values() if p is not None):
+        if any(len(owners[id(p)]) > 1 for p in module._parameters.values() if p is not None):
             return f"{where} shares its parameters with another module"
-    return None
+        if module is not norm and not isinstance(module, _ConvNd | torch.nn.Linear):
+            return f"{where or 'the model'} ({type(module).__name__}) is no layer of torch.nn that fold knows"
+    calls = {layer.node for layer in layers}
+    return next((reason for layer in layers if (reason := _why_not_layer(model, layer, calls))), None)
+
+
+def _why_not_layer(model: torch.nn.Module, layer: LinearCall, calls: set[fx.Node]) -> str | None:
+    """Why the module of a layer's call cannot get other parameters; `calls` are all those of the norm."""
+    where = owner(layer.weight)
+    module: Any = model.get_submodule(where)
+    if layer.bias is None and module.bias is not None:
+        return f"{where} is called without its bias"
+    tensors = {"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
+    for name, tensor in tensors.items():
+        if str(tensor.target) != (f"{where}.{name}" if where else name):
+            return f"{where} is called with another {name} than its own, {tensor.target}"
+    others = {user for tensor in tensors.values() for user in tensor.users} - calls
+    if others and all(isinstance(layer_of(user), LinearCall) for user in others):
+        return f"{where} is also called without this norm"
+    return f"the parameters of {where} are also read without it" if others else None
 
 
 def _remainder(norm: Any) -> torch.nn.Module | None:
@@ -117,13 +127,3 @@ def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module 
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = (new or torch.nn.Identity()).train(old.training)
-
-
-def _variables(norm: fx.Node) -> list[fx.Node]:
-    """The first two variables among a norm's arguments."""
-    return [a for a in norm.args if isinstance(a, fx.Node) and a.op == "get_attr"][:2]
-
-
-def _scopes(node: fx.Node) -> list[str]:
-    """The paths of the modules in whose forward the node was traced."""
-    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

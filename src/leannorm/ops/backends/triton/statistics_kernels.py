@@ -56,8 +56,8 @@ def move_running_kernel(
         spoiled |= _spoils(tl.load(running_mean + c * mean_stride, mask=inside, other=0.0), value, weight)
         variance = tl.load(m2 + c, mask=inside, other=0.0) / degrees
         spoiled |= _spoils(tl.load(running_var + c * var_stride, mask=inside, other=0.0), variance, weight)
-    finite = tl.max(spoiled, 0) == 0
-    if finite & (values > 0):  # an empty batch moves nothing
+    moves = (tl.max(spoiled, 0) == 0) & (values > 0)  # an empty batch moves nothing, the counter included
+    if moves:
         for c0 in range(0, C, BLOCK):
             c = (c0 + tl.arange(0, BLOCK)).to(tl.int64)
             inside = c < C
@@ -70,7 +70,7 @@ def move_running_kernel(
     if batches is not None:
         seen = tl.load(batches)
         tl.debug_barrier()  # every warp has read it
-        tl.store(batches, seen + finite.to(tl.int64))
+        tl.store(batches, seen + moves.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["mean_stride", "var_stride", "C"])
