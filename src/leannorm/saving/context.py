@@ -136,6 +136,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ledger = mine[0][1].ledger if mine else self._ledger
         passed = ForwardPass(self._settings, ledger, place, frozenset(around))
         passed.open()
+        if passed.refused is not None and passed.refused not in self._reasons:
+            self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
         self._open.append((get_ident(), passed))
         return self
 

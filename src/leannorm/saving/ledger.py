@@ -47,6 +47,7 @@ class Ledger:
     def __init__(self) -> None:
         self.references: list[weakref.ref[Value]] = []
         self._most = _MANY
+        self._dropped = 0  # references of values that are gone
         self._closed: list[Any] | None = None  # the fields of all rows: Python has fewer objects to collect
         self._plain: list[Row] = []
 
@@ -80,7 +81,9 @@ class Ledger:
     def drop_dead(self) -> int:
         """Forget values that are gone, of steps that are over; returns up to how many the rest may grow. Also
         called from C++."""
+        before = len(self.references)
         self.references[:] = [reference for reference in self.references if reference() is not None]
+        self._dropped += before - len(self.references)
         return max(_MANY, 2 * len(self.references))
 
     def close(self, kept: Iterable[Kept] = ()) -> None:
@@ -92,6 +95,11 @@ class Ledger:
         made = None if NODES is None else NODES.rows(self.references)
         made = [field for row in self._rows() for field in row] if made is None else made
         self._closed = [*itertools.chain(*self._plain), *made]
+
+    def is_mostly_gone(self) -> bool:
+        """Are most values gone? In a forward pass nearly all live as long as its result does."""
+        alive = sum(1 for _ in self.values())
+        return alive < (len(self.references) + self._dropped) / 2
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
