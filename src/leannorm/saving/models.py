@@ -60,6 +60,14 @@ class _LeanForward:
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
+    @property
+    def saved(self) -> lean | None:
+        """What the last forward pass in this thread held; None before the first."""
+        return self._local.__dict__.get("saved")
+
+    def __repr__(self) -> str:
+        return f"lean forward: {self.saved or 'before its first pass'}"
+
     def _called(self, module: nn.Module, inputs: object) -> None:
         if not traced():
             self._local.module = module
@@ -122,7 +130,7 @@ class _LeanForward:
 def last_pass(model: nn.Module) -> lean | None:
     """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
     around = model.__dict__.get(_ATTRIBUTE)
-    return None if around is None else around._local.__dict__.get("saved")
+    return None if around is None else around.saved
 
 
 def _warn_compiled() -> None:
@@ -146,7 +154,8 @@ def make_lean(
 
     For training loops that cannot be edited. A forward hook and an attribute `forward` are added; parameters,
     state_dict and class stay as they are. On a model that is lean already the new settings replace the old
-    ones. Compiled, the model runs as without, and a warning says so once.
+    ones. Compiled, the model runs as without, and a warning says so once. `model.forward.saved` is the `lean`
+    object of the last pass in this thread: what it kept, and why no less; None before the first pass.
 
     Passes that save less than 4 MiB in all are left as they are from this model's second one on, unless
     `budget`, `overhead`, `peak`, `held` or `verify` is given.
@@ -163,6 +172,8 @@ def make_lean(
     >>> import torch, leannorm
     >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
+    >>> model.forward.saved.records[0].dtype
+    torch.float32
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
     settings |= {"held": held, "verify": verify}
