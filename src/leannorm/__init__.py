@@ -33,6 +33,7 @@ from leannorm._errors import (
     SyncError,
 )
 from leannorm._freed_memory import FreedMemory, keep_freed_memory
+from leannorm._version import __version__ as __version__
 from leannorm.compiled import compile_options
 from leannorm.nn.lengths import conv_lengths
 from leannorm.ops.running import no_stats_update
@@ -55,7 +56,6 @@ from leannorm.transforms import (
     unfreeze,
 )
 
-__version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "BenchReport",

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -162,7 +163,7 @@ def test_what_stops_the_batches_does_not_stop_the_rest(network, batches, capsys)
 
 def test_layers_with_another_consequence_have_their_own_why(network, capsys):
     assert main(["doctor", f"{HERE}:two_momentums", "--html", "out.html"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(" ...")]
     assert lines[1:3] == ["  0.1: 0", "  why:    running statistics never move"]
     assert lines[3:6] == ["  1.1: 1", "  2.1: 1", "  3.1: 1"]
     assert lines[6].startswith("  why:    running statistics are 100 %")
@@ -230,6 +231,7 @@ def of_this_rank():
 
 
 def _on_a_rank(rank, *arguments):
+    os.environ["RANK"] = str(rank)  # as torchrun does
     with contextlib.redirect_stdout(io.StringIO()) as told:
         status = main(
             ["doctor", "test_doctor_cli:apart", "--data", "test_doctor_cli:of_this_rank", *arguments]
