@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from leannorm import InputError, lean, make_lean
-from leannorm.saving import small
+from leannorm.saving import reasons, small
 
 IMAGE = torch.randn(lean_cases.IMAGE, generator=torch.Generator().manual_seed(0))
 
@@ -84,6 +84,16 @@ def test_an_error_in_a_decorated_function_closes_the_pass():
     with pytest.raises(ZeroDivisionError):
         fails(IMAGE)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_decorated_function_compiles_as_without_it(monkeypatch):
+    monkeypatch.setattr(reasons, "_WARNED", set())
+    model = network()
+    step = lean()(lambda x: model(x).square().mean())
+    stock = gradients(model, lambda x: model(x).square().mean())
+    with pytest.warns(UserWarning, match="entered inside compiled code"):
+        ours = gradients(model, torch.compile(step, backend="aot_eager", fullgraph=True))
+    assert all(map(torch.allclose, ours, stock))
 
 
 def generator(x):

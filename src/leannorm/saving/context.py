@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm._errors import InputError
 from leannorm._report import bytes_in_words
 from leannorm._torch import left_to_python
-from leannorm.ops.modes import traced
+from leannorm.ops.modes import exporting, traced
 from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
@@ -183,6 +183,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if traced():  # which no context that was made outside may enter
+                if not exporting():
+                    reasons.warn_compiled()
+                return function(*args, **kwargs)
             with context:
                 return function(*args, **kwargs)
 

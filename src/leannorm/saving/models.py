@@ -50,7 +50,7 @@ class _LeanForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traced():
             if not exporting():
-                _warn_compiled()
+                reasons.warn_compiled()
             return self._run(None, *args, **kwargs)
         if exporting():
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
@@ -131,13 +131,6 @@ def last_pass(model: nn.Module) -> lean | None:
     """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
     around = model.__dict__.get(_ATTRIBUTE)
     return None if around is None else around.saved
-
-
-def _warn_compiled() -> None:
-    reasons.warn_once(reasons.COMPILED)
-
-
-_warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs once, during tracing
 
 
 def make_lean(

@@ -227,3 +227,10 @@ def warn_once(reason: str) -> None:
     if cause not in _WARNED and reason not in _IN_ORDER and not reason.startswith("overhead="):
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)
+
+
+def warn_compiled() -> None:
+    warn_once(COMPILED)
+
+
+warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs once, during tracing
