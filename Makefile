@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Where torch has no CUDA the usual torchvision does not fit it; if this one cannot be had, `leannorm info` says so
+# Where torch has no CUDA the usual torchvision does not fit it, and transformers fails to import what it names; if
+# this one cannot be had either, the last lines and `leannorm info` say so
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
@@ -18,6 +19,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/n
 	    lightning lightning-utilities torchmetrics  # they would bring another torch
 	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/pip install --quiet --no-deps --force-reinstall \
 	    --retries 0 --timeout 15 -c constraints.txt --index-url $(CPU_INDEX) torchvision || true
+	@$(BIN)/python -c 'from leannorm.report.fitting import why_torchvision_fails as why; said = why(); \
+	    said and print(f"{said}\nUntil then transformers and timm can be imported by the commands of leannorm alone")'
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON)
 	touch $@
 

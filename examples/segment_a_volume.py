@@ -85,7 +85,7 @@ def loss_of(model, images, labels):
     return loss
 
 
-def train(around):
+def train(name, around):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(STEPS):
@@ -95,6 +95,8 @@ def train(around):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if (step + 1) % 5 == 0:
+            print(f"{name}: step {step + 1} of {STEPS}, loss {loss:.3f}", flush=True)
     images, labels = volumes(STEPS)
     with torch.no_grad():
         found = model(images)[0].argmax(1)
@@ -104,7 +106,7 @@ def train(around):
 
 
 def main():
-    stock, model = train(nullcontext()), train(leannorm.lean("conv"))
+    stock, model = train("stock", nullcontext()), train('lean("conv")', leannorm.lean("conv"))
     same_weights(stock, model)
     images, labels = volumes(0)
     for recompute in ("norm", "conv"):

@@ -27,6 +27,11 @@ def main() -> int:
         package = module_from_spec(spec)
         package.__class__ = Late
         sys.modules["leannorm"] = package
+    if sys.argv[1:] == ["--version"]:  # scripts ask for it, and typer takes longer than all the rest
+        from leannorm._version import __version__
+
+        print(f"leannorm {__version__}")
+        return 0
     from leannorm.cli import main
 
     return main()

@@ -18,7 +18,7 @@ SOURCE = Path(leannorm.__file__).parent
 ROOT = Path(__file__).parent.parent
 # what a room may import stands before it; rooms of one set do not know each other
 ORDER = [
-    {"_errors", "_torch", "_types"},
+    {"_errors", "_torch", "_types", "_version"},
     {"_batch", "_files", "_freed_memory", "_report", "planning"},
     {"ops"},
     {"_checks", "distributed"},

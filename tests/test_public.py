@@ -39,9 +39,16 @@ def test_a_public_name_says_where_it_is_found(room, name):
         assert getattr(importlib.import_module(value.__module__), name) is value
 
 
-def test_no_room_of_the_inside_shows():
-    assert sorted(n for n in dir(leannorm) if not n.startswith("_")) == leannorm.__all__
+@pytest.mark.parametrize("room", [*ROOMS, "leannorm.interop.lightning", "leannorm.interop.transformers"])
+def test_no_room_of_the_inside_shows(room):
+    shown = importlib.import_module(room)
+    assert sorted(n for n in dir(shown) if not n.startswith("_")) == shown.__all__
     assert {"__all__", "__doc__", "__version__"} <= set(dir(leannorm))
+
+
+@pytest.mark.parametrize("name", leannorm.__all__)
+def test_help_names_everything_by_what_it_is_for(name):
+    assert re.search(rf"\b{name}\b", leannorm.__doc__)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,5 +1,7 @@
 """The site builds without a warning, its links lead somewhere, and it loads nothing from other hosts."""
 
+import html
+import inspect
 import os
 import re
 import runpy
@@ -128,6 +130,24 @@ def test_the_reference_has_every_public_name(site):
     inner = [name for name in PUBLIC if name.rpartition(".")[0] in ROOMS]
     assert len(inner) > 55
     assert sorted(set(inner) - ids) == []
+
+
+def test_the_reference_says_what_every_public_name_is_for(site):
+    texts = {path.stem: plain_text(path) for path in (site / "api").glob("*.html")}
+    for name, value in PUBLIC.items():
+        room = name.rpartition(".")[0]
+        page = "index" if room == "leannorm" else room.removeprefix("leannorm.")
+        first = inspect.getdoc(value).splitlines()[0]
+        assert words_of(first) in texts[page], name
+
+
+def plain_text(path):
+    return words_of(html.unescape(re.sub(r"<[^>]+>", "", path.read_text())))
+
+
+def words_of(text):
+    """Its words alone: code is marked on a page."""
+    return " ".join(re.findall(r"\w+", text))
 
 
 def test_a_reference_shows_arguments_and_the_template_s_parts(site):

@@ -1,4 +1,23 @@
-"""Normalization layers for PyTorch, and `lean()`, which trains models in half of the activation memory."""
+"""Normalization layers for PyTorch, and `lean()`, which trains models in half of the activation memory.
+
+Less memory       lean, make_lean, unmake_lean, compile_options, keep_freed_memory
+Whole models      convert, fold, freeze, unfreeze
+Statistics        recalibrate, accumulate_stats, no_stats_update
+Measuring         profile, fit, doctor, bench
+Kernels           backends, use_backend
+Padding           conv_lengths
+
+Layers            leannorm.nn, and as functions leannorm.functional
+Several ranks     leannorm.distributed
+One graph         leannorm.program, which trains and infers
+In and out        leannorm.interop, other frameworks' checkpoints and trainers
+Model to model    leannorm.transforms, and what its functions return
+
+Results           MemoryReport, FitReport, DoctorReport, BenchReport, FoldReport, RecalibrationReport,
+                  FreedMemory
+Errors            LeannormError: InputError, DtypeError, FoldError, SyncError, BackendUnavailableError,
+                  MissingDependencyError
+"""
 
 from leannorm import _torch as _torch  # first: says in one line which torch is too old
 
@@ -14,6 +33,7 @@ from leannorm._errors import (
     SyncError,
 )
 from leannorm._freed_memory import FreedMemory, keep_freed_memory
+from leannorm._version import __version__ as __version__
 from leannorm.compiled import compile_options
 from leannorm.nn.lengths import conv_lengths
 from leannorm.ops.running import no_stats_update
@@ -36,7 +56,6 @@ from leannorm.transforms import (
     unfreeze,
 )
 
-__version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "BenchReport",

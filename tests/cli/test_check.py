@@ -8,7 +8,9 @@ import torch
 from leannorm import nn
 from leannorm.cli import main
 from leannorm.report import numerics
+from leannorm.report.check import CheckReport
 from leannorm.report.numerics import Check, run_checks
+from leannorm.report.recipes import RecipeState
 
 COVERED = [
     "batch norm, forward",
@@ -35,6 +37,15 @@ def test_every_check_keeps_within_its_budget_and_none_is_vacuous():
     for check in checks.values():
         assert check.budget < 1e-4
         assert check.budget > 0 or check.against == "unfused"
+
+
+def test_the_last_line_is_the_verdict():
+    fine, short = Check("sum", 0.0, 1.0, "float64"), Check("mean", 2.0, 1.0, "float64")
+    recipes = [RecipeState("AddBackward0", "alive"), RecipeState("SubBackward0", "not tried", "why")]
+    told = str(CheckReport([fine], recipes)).splitlines()[-1]
+    assert told == "passed: 2 checks within budget, 1 of 2 recipes of lean() alive"
+    told = str(CheckReport([fine, short])).splitlines()[-1]
+    assert told == "failed: 1 of 2 checks fell short: mean"
 
 
 def test_not_a_number_is_not_within_any_budget():

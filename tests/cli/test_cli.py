@@ -1,5 +1,6 @@
 """The command line: exit statuses, one line for bad usage, no traceback, no half-written file."""
 
+import io
 import json
 import os
 import signal
@@ -8,12 +9,15 @@ import sys
 import time
 
 import pytest
+import torch
 
 import leannorm
 from leannorm._errors import InputError
 from leannorm._files import check_writable, write_text
 from leannorm.cli import main
+from leannorm.report.bench import CASES, bench
 
+SMALL = [CASES[0]._replace(name="small", shape=(2, 64, 4, 4))]
 RUN = [sys.executable, "-c", "import sys; from leannorm_command import main; sys.exit(main())"]
 
 
@@ -27,6 +31,17 @@ def in_a_process(*arguments, **kwargs):
 def test_help_exits_well(arguments, capsys):
     assert main(arguments) == 0
     assert "Usage: leannorm" in capsys.readouterr().out
+
+
+def test_the_version_is_there_without_torch_and_typer():
+    told = """
+        import sys
+        from leannorm_command import main
+        print(main(), [name for name in ("torch", "typer", "numpy") if name in sys.modules])
+    """
+    command = [sys.executable, "-c", told.replace("\n        ", "\n"), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"leannorm {leannorm.__version__}\n0 []\n", "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no module resource")
@@ -236,29 +251,54 @@ def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
 
 
+MADE = "test_cli:made", "--input"
+LONG = {  # what is typed, and lines that say what is done
+    "profile": (
+        [*MADE, "4x8", "--steps", "1"],
+        ["making test_cli:made", "measuring conv", "timing, turn 1 of 1"],
+    ),
+    "fit": ([*MADE, "8", "--memory", "1MB"], ["making test_cli:made", "stock, batch 2"]),
+    "doctor": ([*MADE, "4x8", "--fail-on", "error"], ["making test_cli:made", "looking at its norms"]),
+    "check": ([*MADE, "4x8", "--steps", "1"], ["checking test_cli:made", "checked: lean, conv, step 1"]),
+    "bench": (["--turns", "1"], ["timing", "timing small 2x64x4x4"]),
+}
+
+
+def made():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.GELU())
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_in_a_pipe_each_thing_that_is_done_is_a_line_at_once(command, monkeypatch):
+    typed, said = LONG[command]
+    monkeypatch.setitem(bench.__kwdefaults__, "cases", SMALL)
+    lines = Unbuffered()
+    monkeypatch.setattr(sys, "stdout", lines)
+    assert main([command, *typed]) == 0
+    for line in said:
+        assert f"{line} ...\n" in lines.flushed
+
+
+class Unbuffered(io.StringIO):
+    """Keeps what was written when it was last flushed."""
+
+    flushed = ""
+
+    def flush(self):
+        self.flushed = self.getvalue()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
-    told = """
-        import sys
-        from leannorm.cli import main
-        from leannorm.report.demo import demo
-        train = demo.train
-        demo.train = lambda *given: train(*given[:-1], print)
-        sys.exit(main())
-    """
     running = subprocess.Popen(
-        [
-            *(sys.executable, "-c", told.replace("\n        ", "\n")),
-            *f"demo --no-networks --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split(),
-        ],
+        [*RUN, *f"demo --no-networks --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored, where a shell's `&` is
     )
     # The first step of an optimizer imports torch._dynamo, and an interrupt while that loads is lost.
-    assert [", epoch 2 " in running.stdout.readline() for _ in range(2)] == [False, True]
+    assert [", epoch 2 " in running.stdout.readline() for _ in range(3)] == [False, False, True]
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)

@@ -1,6 +1,8 @@
 """The demo on real digits: the same training twice, and what is told of it."""
 
 import json
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -90,6 +92,34 @@ def test_numbers_survive_json_and_the_page_is_self_contained(ran):
     assert body.index("transformer, 4x3x64x64: memory over one step") < body.index("Digits: training loss")
     assert " src=" not in body
     assert "<link" not in html[: html.index("<script>")]
+
+
+NARROW = """
+<iframe src="page.html" width="400" height="3000"></iframe>
+<script>
+window.addEventListener("load", () => setTimeout(() => {
+  const tables = [...document.querySelector("iframe").contentDocument.querySelectorAll(".scroll")];
+  const cut = tables.filter(table => table.scrollWidth > table.clientWidth);
+  document.title = `${tables.length} tables, ${cut.length} cut`;
+}, 300));
+</script>
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_on_a_telephone_no_table_is_cut(ran, tmp_path):
+    report, _ = ran
+    report.to_html(tmp_path / "page.html")
+    (tmp_path / "narrow.html").write_text(NARROW)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    options += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'browser'}"]
+    done = subprocess.run(
+        ["chromium", *options, (tmp_path / "narrow.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "<title>4 tables, 0 cut</title>" in done.stdout
 
 
 def test_the_resnet_is_the_known_one():

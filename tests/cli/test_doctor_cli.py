@@ -4,6 +4,8 @@ import contextlib
 import copy
 import io
 import json
+import os
+import re
 import sys
 
 import pytest
@@ -162,7 +164,7 @@ def test_what_stops_the_batches_does_not_stop_the_rest(network, batches, capsys)
 
 def test_layers_with_another_consequence_have_their_own_why(network, capsys):
     assert main(["doctor", f"{HERE}:two_momentums", "--html", "out.html"]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.endswith(" ...")]
     assert lines[1:3] == ["  0.1: 0", "  why:    running statistics never move"]
     assert lines[3:6] == ["  1.1: 1", "  2.1: 1", "  3.1: 1"]
     assert lines[6].startswith("  why:    running statistics are 100 %")
@@ -171,7 +173,7 @@ def test_layers_with_another_consequence_have_their_own_why(network, capsys):
         "for name in [&#34;1.1&#34;, &#34;2.1&#34;, &#34;3.1&#34;]: model.get_submodule(name).momentum = 0.1"
     )
     assert loop in page  # all layers, not the first one
-    assert "<td class=text>running statistics never move</td>" in page
+    assert re.search("<td class=text [^>]*>running statistics never move</td>", page)
 
 
 def test_random_input_says_nothing_of_the_data(network, capsys):
@@ -230,6 +232,7 @@ def of_this_rank():
 
 
 def _on_a_rank(rank, *arguments):
+    os.environ["RANK"] = str(rank)  # as torchrun does
     with contextlib.redirect_stdout(io.StringIO()) as told:
         status = main(
             ["doctor", "test_doctor_cli:apart", "--data", "test_doctor_cli:of_this_rank", *arguments]

@@ -95,6 +95,16 @@ def test_layers_keep_what_is_counted_by_hand():
     assert {layer.name: layer.kept for layer in layers} == {"0": 25600, "1": 51200, "3": 12800}
 
 
+def test_ratios_that_are_not_of_the_times_beside_them_say_what_they_are_of():
+    torch.manual_seed(0)
+    report = profile(nn.Linear(8, 8), torch.randn(4, 8), recompute=["norm"], steps=1)
+    stock, norm = report.settings
+    stock.seconds, norm.seconds = 4.250, 4.872
+    for ratio, said in ((4.872 / 4.250, False), (0.96, True)):
+        norm.time_ratio = ratio
+        assert ("the median of the turns' own ratios" in str(report)) is said
+
+
 def test_what_the_loss_holds_has_a_row():
     torch.manual_seed(0)
     report = profile(nn.Linear(8, 4000), torch.randn(100, 8), recompute=[], steps=1)

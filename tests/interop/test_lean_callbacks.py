@@ -1,5 +1,6 @@
 """`lean` behind the doors of trainers that are not edited: the weights of a run are stock's to the bit."""
 
+import inspect
 import sys
 from importlib.util import find_spec
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import leannorm
 from benchmarks.architectures import import_torchvision
 from leannorm import InputError, MissingDependencyError, make_lean
 from leannorm.interop import lightning as ours_for_lightning
@@ -90,9 +92,24 @@ def test_a_trainer_is_lean(tmp_path, bf16):
 
 
 @needs_transformers
-def test_settings_are_checked_when_the_callback_is_made():
-    with pytest.raises(InputError, match="recompute"):
-        ours_for_transformers.lean_callback("everything")
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"recompute": "everything"}, InputError),
+        ({"recompute": "conv", "budget": 0.5}, InputError),
+        ({"peak": 8}, InputError),
+        ({"bugdet": 0.5}, TypeError),
+    ],
+    ids=str,
+)
+def test_settings_are_checked_when_the_callback_is_made(wrong, error):
+    with pytest.raises(error, match=next(iter(wrong)) if error is TypeError else "recompute|peak"):
+        ours_for_transformers.lean_callback(**wrong)
+
+
+@pytest.mark.parametrize("callback", [ours_for_transformers.lean_callback, ours_for_lightning.lean_callback])
+def test_a_callback_shows_the_settings_of_lean(callback):
+    assert inspect.signature(callback).parameters == inspect.signature(leannorm.lean).parameters
 
 
 def test_without_transformers(monkeypatch):

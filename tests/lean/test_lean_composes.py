@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, trial
+from leannorm.saving import lean, reasons, trial
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:leannorm. budget=.* is out of reach",
@@ -309,3 +309,43 @@ def test_memory_is_never_above_stock(setting, inplace):
     activation = 16 * 16 * 24 * 24 * 4
     assert ours.held < stock.held
     assert ours.peak <= stock.peak + activation
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_what_a_checkpoint_puts_out_is_said(setting, reentrant):
+    blocks, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(64, 64, requires_grad=True)
+    for _ in range(3):
+        with lean(**setting) as saved:
+            y = x
+            for block in blocks:
+                y = checkpoint(block, y, use_reentrant=reentrant)
+            loss = y.square().mean()
+        loss.backward()
+        assert saved.reasons[-1].endswith(reasons.CHECKPOINTED)
+        assert {one.why for one in saved.records if one.why} == {reasons.CHECKPOINTED}
+
+
+def test_within_a_checkpoint_it_says_that_it_does_nothing_or_is_at_work():
+    block, x, passes = Block(), torch.randn(64, 64, requires_grad=True), []
+
+    def lean_block(y):
+        passes.append(lean())
+        with passes[-1]:
+            return block(y)
+
+    checkpoint(lean_block, x, use_reentrant=False).square().mean().backward()
+    assert [saved.reasons for saved in passes] == [[reasons.HOOKS_AROUND]] * 2  # and in the second run
+    passes.clear()
+    checkpoint(lean_block, x, use_reentrant=True).square().mean().backward()
+    assert not passes[0].records
+    assert passes[1].rebuilt_bytes > 0

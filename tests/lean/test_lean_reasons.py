@@ -203,9 +203,29 @@ def test_a_budget_out_of_reach_is_said():
     with lean(budget=1.0) as saved:
         y = model(x)
     assert not saved.reasons
-    with pytest.warns(UserWarning, match=r"move backward\(\) out"), lean(budget=0.3) as saved:
-        model(x)[0].sum().backward()
-    assert saved.plan is None
+
+
+BACKWARD_WITHIN = reasons.BACKWARD_BEFORE_PLAN, reasons.BACKWARD_WITHIN
+
+
+@pytest.mark.parametrize("small_ones", [-1, small.SMALL])
+@pytest.mark.parametrize(
+    "setting", [*BOTH, *({goal: 0.3} for goal in ("budget", "overhead", "peak"))], ids=str
+)
+def test_a_backward_pass_in_the_with_statement_is_said(setting, small_ones, monkeypatch, recwarn):
+    monkeypatch.setattr(small, "SMALL", small_ones)
+    model = network()
+    for _ in range(3):
+        with lean(**setting) as saved:
+            model(IMAGE).square().mean().backward()
+        assert saved.reasons == [BACKWARD_WITHIN[setting.keys() <= {"recompute"}]]
+        assert saved.plan is None
+    assert len(recwarn) == (0 if setting.keys() <= {"recompute"} else 1)
+    with lean(**setting) as saved:
+        loss = model(IMAGE).square().mean()
+    assert saved.rebuilt_bytes > 0
+    assert not {*BACKWARD_WITHIN} & {*saved.reasons}
+    loss.backward()
 
 
 def test_compiled_code_is_said():

@@ -190,6 +190,9 @@ def test_a_step_without_values_has_stock_s_plan():
         ({"peak": "8 apples"}, "like 24GiB, 24GB or 500MB; got '8 apples'"),
         ({"peak": 0}, "got 0"),
         ({"peak": 1.5}, "got 1.5"),
+        ({"peak": 8}, 'peak=8 is a number of bytes, and no step is as small; write "8GiB"'),
+        ({"peak": 16.0}, 'write "16GiB"'),
+        ({"recompute": "conv", "peak": 0.5}, "peak=0.5 chooses itself what to rebuild"),
         ({"peak": float("inf")}, "got inf"),
     ],
 )

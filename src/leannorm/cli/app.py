@@ -24,7 +24,7 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from leannorm import __version__
+        from leannorm._version import __version__
 
         print(f"leannorm {__version__}")
         raise typer.Exit

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, tell
+from leannorm.cli.options import JsonFile, tell, under_way
 
 
 def bench(
@@ -20,7 +20,6 @@ def bench(
 ) -> None:
     """Time every backend's norms, forward and backward, against torch's; wrong results are not timed."""
     import torch
-    from rich.console import Console
 
     from leannorm._errors import InputError
     from leannorm.report.bench import bench as measure
@@ -30,6 +29,6 @@ def bench(
     if dtype not in dtypes:
         raise InputError(f"--dtype is one of {', '.join(dtypes)}; got {dtype!r}")
     check_device(device)
-    with Console().status("timing"):
-        report = measure(device, dtypes[dtype], turns, compiled=compiled)
+    with under_way("timing") as say:
+        report = measure(device, dtypes[dtype], turns, compiled=compiled, progress=say)
     tell(report, json, passes=report)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, Inputs, JsonFile, tell
+from leannorm.cli.options import Dtype, Inputs, JsonFile, tell, under_way
 
 if TYPE_CHECKING:
     from leannorm.report.numerics import Check
@@ -29,9 +29,6 @@ def check(
     And tell which recipes of lean() are alive beside this torch; what one that does not fit it would rebuild
     is held. With MODEL and --input: train a model stock and under lean(), and compare every bit.
     """
-    from rich.console import Console
-    from rich.text import Text
-
     from leannorm._errors import InputError
     from leannorm.report.check import CheckReport
     from leannorm.report.numerics import run_checks
@@ -42,11 +39,13 @@ def check(
     model = model or named
     if bool(model) != bool(input):
         raise InputError("MODEL and --input go together: a model is checked on an input, as 8x3x96x96")
-    with Console().status(Text(f"checking {model}")) as status:
+    with under_way(f"checking {model or 'the layers'}") as say:
         checks = []
         for one in _of_model(model, input, steps, dtype) if model else run_checks():
             checks.append(one)
-            status.update(f"checking: {one.name}")
+            say(f"checked: {one.name}")
+        if not model:
+            say("trying the recipes of lean()")
         report = CheckReport(checks, [] if model else list(recipe_states()))
     tell(report, json, passes=report)
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import HtmlFile, JsonFile, tell
+from leannorm.cli.options import HtmlFile, JsonFile, tell, under_way
 
 
 def demo(
@@ -19,18 +19,16 @@ def demo(
     html: HtmlFile = None,
 ) -> None:
     """Train a digit network, stock and lean, and compare all bits; measure what lean() saves elsewhere."""
-    from rich.console import Console
-
     from leannorm.report.demo.demo import demo as show
     from leannorm.report.demo.saved import NETWORKS
 
-    with Console().status("training digits") as status:
+    with under_way("training digits") as say:
         report = show(
             NETWORKS if networks else (),
             device=device,
             epochs=epochs,
             batch_size=batch_size,
             seed=seed,
-            progress=status.update,
+            progress=say,
         )
     tell(report, json, html, passes=report)

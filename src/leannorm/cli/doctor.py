@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from leannorm.cli.options import Inputs, JsonFile, Model, tell
+from leannorm.cli.options import Inputs, JsonFile, Model, tell, under_way
 
 
 def doctor(
@@ -43,8 +43,6 @@ def doctor(
 
     import torch
     import torch.distributed as dist
-    from rich.console import Console
-    from rich.text import Text
 
     from leannorm._batch import call_for
     from leannorm._errors import InputError
@@ -85,12 +83,12 @@ def doctor(
             report.stopped = str(error)
             return report
 
-    with Console().status(Text(f"making {model}")) as status:
+    with under_way(f"making {model}") as say:
         torch.manual_seed(0)
         random = made(specs, torch.float32) if specs else None
         network = model_named(model)
         batches = made_by(data) if data else random  # when the model has joined its job
-        status.update("looking at its norms")
+        say("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
         report = looked(network, batches, meeting_of(None))
     report.model = model

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, JsonFile, Model, tell
+from leannorm.cli.options import Dtype, JsonFile, Model, tell, under_way
 
 
 def fit(
@@ -31,17 +31,14 @@ def fit(
     Runs on fake tensors, so the machine itself does not need that memory. Exit status 1 where not even two
     samples fit.
     """
-    from rich.console import Console
-    from rich.text import Text
-
     from leannorm.cli.inputs import dtype_named, made, specs_of
     from leannorm.cli.models import model_named
     from leannorm.report.fit import fit as largest
 
     kind = dtype_named(dtype)
     sample = made(specs_of(input), kind, "meta")
-    with Console().status(Text(f"making {model}")) as status:
+    with under_way(f"making {model}") as say:
         report = largest(
-            lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=status.update
+            lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=say
         )
     tell(report, json, passes=any(one.batch for one in report.fits))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +37,30 @@ def terminal() -> Console:
     from rich.console import Console
 
     return Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def under_way(first: str) -> Iterator[Callable[[str], None]]:
+    """Says what is being done, and gives the function that says what comes next.
+
+    On a terminal it is one line that changes; elsewhere (a pipe, a file, a log) each is a line, at once. Of
+    several ranks, as torchrun starts them, the first one says it.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    if console.is_terminal:
+        with console.status(Text(first)) as status:
+            yield lambda doing: status.update(Text(doing))
+        return
+
+    def say(doing: str) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{doing} ...", flush=True)
+
+    say(first)
+    yield say
 
 
 def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: object = True) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, HtmlFile, Inputs, JsonFile, Model, tell
+from leannorm.cli.options import Dtype, HtmlFile, Inputs, JsonFile, Model, tell, under_way
 
 
 def profile(
@@ -27,8 +27,6 @@ def profile(
     import warnings
 
     import torch
-    from rich.console import Console
-    from rich.text import Text
 
     from leannorm.cli.inputs import dtype_named, specs_of, tried
     from leannorm.cli.models import model_named
@@ -40,7 +38,7 @@ def profile(
     others = [name.strip() for name in against.split(",") if name.strip()]
     check_methods(others)
     specs_of(input)
-    with warnings.catch_warnings(record=True) as heard, Console().status(Text(f"making {model}")) as status:
+    with warnings.catch_warnings(record=True) as heard, under_way(f"making {model}") as say:
         torch.manual_seed(0)
         network = model_named(model).to(device, dtype_named(dtype))
         inputs = tried(network, input, model, device, dtype)
@@ -52,7 +50,7 @@ def profile(
             against=others,
             compiled=compiled,
             steps=steps,
-            progress=status.update,
+            progress=say,
         )
     report.model = model
     reasons = {reason for setting in report.settings for reason in setting.reasons}

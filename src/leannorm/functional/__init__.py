@@ -28,3 +28,8 @@ __all__ = [
     "rms_norm",
     "sync_batch_norm",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]

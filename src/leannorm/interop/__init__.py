@@ -16,3 +16,8 @@ __all__ = [
     "save",
     "transformers",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import MissingDependencyError
 from leannorm.report.doctor.examine import doctor
 from leannorm.saving import lean
 from leannorm.transforms import convert
+
+__all__ = ["doctor_callback", "layer_sync", "lean_callback"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]
 
 
 def layer_sync(process_group: dist.ProcessGroup | str | None = None) -> Any:
@@ -47,7 +55,15 @@ def layer_sync(process_group: dist.ProcessGroup | str | None = None) -> Any:
     return LeannormLayerSync()
 
 
-def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
+def lean_callback(
+    recompute: Literal["norm", "conv"] = "norm",
+    *,
+    budget: float | None = None,
+    overhead: float | None = None,
+    peak: float | int | str | None = None,
+    held: saved_tensors_hooks | tuple[Any, Any] | None = None,
+    verify: bool = False,
+) -> Any:
     """A Lightning callback under which `training_step` runs in `lean` while `fit` runs.
 
     `Trainer(callbacks=[lean_callback()])`; the arguments are those of `lean`. The module and its checkpoints
@@ -57,7 +73,9 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     `InputError` as `lean` does.
     Source: `lightning.pytorch.callbacks.Callback`, Lightning 2.6.
     """
-    saved = lean(recompute, **settings)
+    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
+    settings |= {"held": held, "verify": verify}
+    saved = lean(**settings)
 
     class LeanCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]
         """Stands in `training_step` from `on_fit_start` on, until the trainer lets go of the module."""
@@ -78,7 +96,7 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
             vars(pl_module).pop("training_step", None)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return partial(lean_callback, recompute, **settings), ()
+            return partial(lean_callback, **settings), ()
 
     return LeanCallback()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import MissingDependencyError
 from leannorm.report.doctor.examine import doctor
@@ -10,8 +12,23 @@ from leannorm.report.untouched import untouched
 from leannorm.saving import lean, make_lean, unmake_lean
 from leannorm.saving.models import last_pass
 
+__all__ = ["doctor_callback", "lean_callback"]
 
-def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]
+
+
+def lean_callback(
+    recompute: Literal["norm", "conv"] = "norm",
+    *,
+    budget: float | None = None,
+    overhead: float | None = None,
+    peak: float | int | str | None = None,
+    held: saved_tensors_hooks | tuple[Any, Any] | None = None,
+    verify: bool = False,
+) -> Any:
     """A `TrainerCallback` under which the model's forward pass runs in `lean` while it is trained.
 
     `Trainer(..., callbacks=[lean_callback()])`, also of TRL's trainers; the arguments are those of `lean`.
@@ -22,7 +39,9 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     Source: `transformers.TrainerCallback`, transformers 5.23.
     """
     base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
-    lean(recompute, **settings)  # raises where there are no such settings
+    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
+    settings |= {"held": held, "verify": verify}
+    lean(**settings)  # raises where there are no such settings
 
     class LeanCallback(base):  # type: ignore[misc]
         """Makes the model lean when training begins, and takes that back when it ends."""
@@ -34,7 +53,7 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
             return f"LeanCallback({self.saved or 'before its first step'})"
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            make_lean(kwargs["model"], recompute, **settings)
+            make_lean(kwargs["model"], **settings)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.saved = last_pass(kwargs["model"])

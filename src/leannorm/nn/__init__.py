@@ -33,3 +33,8 @@ __all__ = [
     "RMSNormGated",
     "SyncBatchNorm",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]

@@ -11,6 +11,7 @@ from leannorm._errors import InputError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_LEAST_PEAK = 2**20  # bytes: a smaller number is one of gigabytes, or a share, that was meant otherwise
 
 
 class Goal(NamedTuple):
@@ -42,6 +43,11 @@ def goal(
     named = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
     if len(named) > 1:
         raise InputError(f"one of budget, overhead and peak; got {' and '.join(named)}")
+    if named and recompute != "norm":
+        raise InputError(
+            f"{named[0]} chooses itself what to rebuild, in place of recompute; got {recompute!r} too: leave"
+            " one of them out"
+        )
     if overhead is not None and not (_is_number(overhead) and overhead >= 0):
         raise InputError(f"overhead is a share of stock's step time, 0 or more; got {overhead!r}")
     if budget is not None and not (_is_number(budget) and 0 < budget <= 1):
@@ -57,6 +63,11 @@ def goal(
 def _peak(peak: float | int | str) -> float | int:
     if isinstance(peak, str):
         return bytes_of(peak)
+    if _is_number(peak) and 1 < peak < _LEAST_PEAK and peak == int(peak):
+        raise InputError(
+            f'peak={peak!r} is a number of bytes, and no step is as small; write "{peak:g}GiB", or a share of'
+            " stock's peak in (0, 1]"
+        )
     if _is_number(peak) and (0 < peak <= 1 or (isfinite(peak) and peak == int(peak) > 1)):
         return float(peak) if peak <= 1 else int(peak)
     raise InputError(

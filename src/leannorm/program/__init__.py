@@ -4,3 +4,8 @@ from leannorm.program.forking import fork
 from leannorm.program.program import Program
 
 __all__ = ["Program", "fork"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from leannorm._freed_memory import keep_freed_memory
-from leannorm._report import Part, Report, Table, counted, milliseconds
+from leannorm._report import Line, Part, Report, Table, counted, milliseconds
 from leannorm.ops.select import backends, use_backend
 from leannorm.report.answers import poisoned_memory, with_gradients, within_budget
 from leannorm.report.numerics import BATCH_NORM, LAYER_NORM
-from leannorm.report.timing import device_seconds, sets_past_the_cache
+from leannorm.report.timing import RATIOS, device_seconds, is_another_ratio, sets_past_the_cache
 
 COMPILED = "torch.compile"
 _COMPILERS = 8  # times our budget: it orders its sums differently, so its errors differ
@@ -90,6 +90,10 @@ class BenchReport(Report):
         ]
         title = f"forward and backward, {self.dtype}, {self.device}, {self.threads} threads"
         yield Table(["", "backend", "time", "of torch's", "of the floor"], rows, title, numbers_from=2)
+        torchs = {(one.case, one.shape): one.seconds for one in self.timings if one.backend == "torch"}
+        timed = ((one.ratio, one.seconds, torchs.get((one.case, one.shape))) for one in self.timings)
+        if any(ratio and base and is_another_ratio(ratio, took or 0.0, base) for ratio, took, base in timed):
+            yield Line(RATIOS)
 
 
 def bench(
@@ -99,13 +103,15 @@ def bench(
     *,
     cases: Sequence[Case] = CASES,
     compiled: bool = False,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> BenchReport:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
     With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
     compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
     checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
-    the device, on tensors that its cache does not hold. Freed memory is kept from then on.
+    the device, on tensors that its cache does not hold. Freed memory is kept from then on. `progress` is told
+    what is being done.
 
     Raises: torch's `RuntimeError` for a device that is not there.
 
@@ -117,7 +123,10 @@ def bench(
     """
     keep_freed_memory()
     there = torch.device(device)
-    timings = [one for case in cases for one in _bench(case, there, dtype, turns, compiled)]
+    timings: list[Timing] = []
+    for case in cases:
+        progress(f"timing {case.name} {'x'.join(map(str, case.shape))}")
+        timings += _bench(case, there, dtype, turns, compiled)
     return BenchReport(device, name_of(dtype), torch.get_num_threads(), timings)
 
 

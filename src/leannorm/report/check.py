@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from leannorm._report import Line, Part, Report, Table, as_data
+from leannorm._report import Line, Part, Report, Table, as_data, counted
 from leannorm.report.numerics import Check
 from leannorm.report.recipes import ALIVE, WRONG, RecipeState
 
@@ -17,7 +17,7 @@ class CheckReport(Report):
 
     >>> report = CheckReport([Check("a sum", 0.0, 1.0, "float64")])
     >>> bool(report), report
-    (True, CheckReport(all 1 checks keep within their budget))
+    (True, CheckReport(passed: 1 check within budget))
     """
 
     checks: list[Check]
@@ -37,8 +37,12 @@ class CheckReport(Report):
 
     def summary(self) -> str:
         if short := self._short():
-            return f"{len(short)} of {len(self.checks)} checks fell short: {', '.join(short)}"
-        return f"all {len(self.checks)} checks keep within their budget"
+            return f"failed: {len(short)} of {len(self.checks)} checks fell short: {', '.join(short)}"
+        return f"passed: {counted(len(self.checks), 'check')} within budget{self._of_recipes()}"
+
+    def _of_recipes(self) -> str:
+        alive = sum(one.state == ALIVE for one in self.recipes)
+        return f", {alive} of {len(self.recipes)} recipes of lean() alive" if self.recipes else ""
 
     def data(self) -> dict[str, Any]:
         checks = [{**as_data(one), "passed": one.passed} for one in self.checks]

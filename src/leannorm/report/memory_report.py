@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from leannorm._report import Line, Part, Table, bytes_in_words, column_of_bytes, grouped, milliseconds
 from leannorm.report.layers import LayerBytes, Operation
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_figure, page
+from leannorm.report.timing import RATIOS, is_another_ratio
 
 _MAX_POINTS, _MAX_BARS, _MAX_ROWS = 3000, 24, 16
-_SETTINGS = (
-    "Ratios are to stock, in the same run. Times are medians; a ratio of times is the median of the turns' "
-    "own ratios, which other work on the machine moves less than the times themselves."
-)
+_SETTINGS = f"Ratios are to stock, in the same run. {RATIOS}"
 
 
 @dataclass
@@ -64,6 +62,7 @@ class MemoryReport(PagedReport):
 
     def parts(self) -> Iterator[Part]:
         yield setting_table(self)
+        yield from note_on_times(self)
         yield kind_table(self)
         yield from (Line(f"{name}: {reason}.") for name, reason in _reasons(self))
 
@@ -101,6 +100,13 @@ def setting_table(report: MemoryReport) -> Table:
     title = f"{report.model}, {', '.join(report.inputs)}, {dtype}{report.device}"
     rows = list(map(row, report.settings, kept, peak))
     return Table(["", "held", "peak", "step time", "gradients"], rows, title=title)
+
+
+def note_on_times(*reports: MemoryReport) -> Iterator[Line]:
+    """What the ratios of times are of, where the times beside them have others."""
+    pairs = ((one, report.settings[0]) for report in reports for one in report.settings)
+    if any(is_another_ratio(one.time_ratio, one.seconds, stock.seconds) for one, stock in pairs):
+        yield Line(RATIOS)
 
 
 def layer_table(report: MemoryReport) -> Table:

@@ -9,8 +9,21 @@ from itertools import pairwise
 
 import torch
 
+RATIOS = (
+    "Times are medians; a ratio of times is the median of the turns' own ratios, which other work on the "
+    "machine moves less than the times themselves."
+)
 _HEAD_START = 30_000_000  # cycles, about 15 ms: longer than the host needs to launch one group of calls
 _GROUP = 8
+
+
+def is_another_ratio(ratio: float, seconds: float, base: float) -> bool:
+    """Do the two times, as printed, have another ratio than the one beside them?
+
+    >>> is_another_ratio(0.96, 4.872, 4.250), is_another_ratio(1.146, 4.872, 4.250)
+    (True, False)
+    """
+    return base > 0 and f"{seconds / base:.2f}" != f"{ratio:.2f}"
 
 
 def time_step(step: Callable[[], object], device: torch.device | str = "cpu") -> float:

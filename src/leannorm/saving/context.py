@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import sys
-from collections.abc import Hashable
-from functools import partial
+from collections.abc import Callable, Hashable
+from functools import partial, wraps
 from html import escape
 from threading import get_ident
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm._errors import InputError
 from leannorm._report import bytes_in_words
 from leannorm._torch import left_to_python
-from leannorm.ops.modes import traced
+from leannorm.ops.modes import exporting, traced
 from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
@@ -24,6 +28,8 @@ from leannorm.saving.moved import hooks_of
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM
 from leannorm.saving.small import place_of
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
@@ -35,14 +41,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         lean(overhead=0.1)  keeps as little as a tenth more time allows
         lean(peak=0.6)      lowers the peak of a step to 0.6 of stock's, or to "8GiB"
 
-    Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
-    looked at with the node that made it: the output of a norm follows from the norm's input, that of an
-    activation from its input, a cast, view or copy from what it was made of. The backward pass rebuilds them
-    with the same kernels from the same tensors. Gradients are those of stock autograd bit for bit: each kind
-    of step is tried once on the spot, and what does not come out equal is held.
-
-    Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
-    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
+    In a `with` statement around the forward pass of any eager model, or as a decorator, `@leannorm.lean()`,
+    of a function that runs it; the model is not changed, and `backward()` comes after it.
 
     Args:
         recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
@@ -65,6 +65,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
+    Every tensor that autograd saves is looked at with the node that made it: the output of a norm follows
+    from the norm's input, that of an activation from its input, a cast, view or copy from what it was made
+    of. The backward pass rebuilds them with the same kernels from the same tensors. Gradients are those of
+    stock autograd bit for bit: each kind of step is tried once on the spot, and what does not come out equal
+    is held.
+
+    Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
+    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
+
     `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
     left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or
     `peak` chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all
@@ -78,10 +87,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     pass where they change what is sampled of a rebuilt tensor, on a CPU; `verify` finds the others. Nothing
     happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor hooks that
     were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
-    passes.
+    passes. Of a decorated function each call is a pass, and `function.saved` has the last one's numbers.
 
-    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, a
-    `peak` that is neither share nor bytes, two of them, or a `held` that is no hooks; in the backward pass
+    Raises: `InputError` for an unknown `recompute` (a model, say: that is `make_lean`'s), a `budget`
+    outside (0, 1], a negative `overhead`, a `peak` that is neither share nor bytes, two of them, a `held`
+    that is no hooks, or what it cannot decorate (classes, generators, coroutines); in the backward pass
     `RebuildError` for a rebuilt tensor that is not the one that was saved.
 
     >>> import torch, leannorm
@@ -104,6 +114,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
     ) -> None:
+        if callable(recompute):
+            raise _not_a_setting(recompute)
         asked = goal(recompute, budget, overhead, peak)
         planned = asked.worth is None
         policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
@@ -136,6 +148,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ledger = mine[0][1].ledger if mine else self._ledger
         passed = ForwardPass(self._settings, ledger, place, frozenset(around))
         passed.open()
+        if passed.refused is not None and passed.refused not in self._reasons:
+            self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
         self._open.append((get_ident(), passed))
         return self
 
@@ -158,6 +172,26 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
                 self._tells_why |= passed.tells_why(self.plan)
         finally:
             passed.forget()
+
+    def __call__(self, function: _Function) -> _Function:
+        """The function, of which each call is a pass; `function.saved` is the last one's `lean` object."""
+        unfit = inspect.isclass, inspect.isgeneratorfunction, inspect.iscoroutinefunction
+        if not callable(function) or isinstance(function, nn.Module) or any(kind(function) for kind in unfit):
+            raise _undecorated(function)
+        context = copy.copy(self)
+        context.place = lean, id(context)
+
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if traced():  # which no context that was made outside may enter
+                if not exporting():
+                    reasons.warn_compiled()
+                return function(*args, **kwargs)
+            with context:
+                return function(*args, **kwargs)
+
+        run.saved = context  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
 
     def _opened_here(self) -> list[tuple[int, ForwardPass]]:
         """The passes that are open in this thread."""
@@ -204,3 +238,23 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     def _repr_html_(self) -> str:
         return f"<div>{escape(repr(self))}</div>"
+
+
+def _not_a_setting(given: object) -> InputError:
+    """A model or a function in the place of the first argument."""
+    if isinstance(given, nn.Module):
+        remedy = "leannorm.make_lean(model), or with leannorm.lean(): around model(...)"
+    else:
+        remedy = "@leannorm.lean() with its parentheses, or with leannorm.lean(): around the call"
+    return InputError(f'recompute is "norm" or "conv"; got a {type(given).__name__}: write {remedy}')
+
+
+def _undecorated(given: object) -> InputError:
+    """What has no one forward pass, from its call to its return."""
+    if isinstance(given, nn.Module):
+        return InputError(f"lean() decorates functions; of a {type(given).__name__} write make_lean(model)")
+    what = f"the class {given.__name__}" if inspect.isclass(given) else f"{given!r}"
+    return InputError(
+        f"lean() decorates functions that return when their forward pass is done; got {what}: decorate the"
+        " function that runs it, such as forward"
+    )

@@ -68,14 +68,15 @@ class ForwardPass:
         self._recorded_any = False
         self._hook: Any = None
         self._small: SmallPass | None = None
-        self._refused: str | None = None
+        self.refused: str | None = None  # why no hooks were set
+        self._freed_within = False  # did a backward pass run before this one closed?
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
 
     def open(self) -> None:
         """Set the hooks, unless `_refusal` has a reason against it."""
-        self._refused = _refusal()
-        if self._refused is not None:
+        self.refused = _refusal()
+        if self.refused is not None:
             return
         most = None if self._place is None else was_small(self._place)
         if most is None and not torch.is_grad_enabled():
@@ -119,6 +120,7 @@ class ForwardPass:
             self._packing.search.leaves.forget()
             self._packing.recent.clear()
             self._packing.vain.close()
+            self._freed_within = self.ledger.is_mostly_gone()
         kept = [] if self._small is None else self._small.kept
         self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
 
@@ -139,7 +141,9 @@ class ForwardPass:
             if packing is not None
             else self._recorded_any or (self._small is not None and self._small.kept)
         )
-        seen = self._place is not None and bool(saved) and self._refused is None
+        if self._freed_within:  # what is left tells neither the size of the pass nor a plan
+            return None
+        seen = self._place is not None and bool(saved) and self.refused is None
         if seen and self._settings.may_be_small:
             note(self._place, nbytes, small.SMALL)
         if following is None or packing is None:
@@ -149,8 +153,6 @@ class ForwardPass:
                 note(self._place, nbytes, 2 * nbytes)
             return None
         try:
-            if not nbytes:
-                packing.reasons[reasons.BACKWARD_WITHIN] = 1
             share = self.ledger.kept() / max(nbytes, 1)
             self._of_plans = following.end(packing.calls, packing.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
@@ -163,7 +165,7 @@ class ForwardPass:
     def _missed(self, plan: RebuildPlan | None) -> str | None:
         """That the budget or the peak is out of reach, if it is."""
         goal = self._settings.goal
-        if goal is None:
+        if goal is None or self._freed_within:
             return None
         if plan is not None:
             return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
@@ -173,15 +175,19 @@ class ForwardPass:
         return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
 
     def tells_why(self, plan: RebuildPlan | None) -> bool:
-        """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for."""
-        return self._settings.goal is None or self._missed(plan) is not None
+        """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for, nor
+        of the little that a backward pass has left."""
+        return not self._freed_within and (self._settings.goal is None or self._missed(plan) is not None)
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
         counts: Counter[str] = Counter() if self._packing is None else self._packing.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
-        if self._refused is not None:
-            whole.append(self._refused)
+        if self.refused is not None:
+            whole.append(self.refused)
+        if self._freed_within:
+            unplanned = self._settings.goal is not None
+            whole.append(reasons.BACKWARD_BEFORE_PLAN if unplanned else reasons.BACKWARD_WITHIN)
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
         seen_by_small = self._small is not None and self._small.kept

@@ -47,6 +47,7 @@ class Ledger:
     def __init__(self) -> None:
         self.references: list[weakref.ref[Value]] = []
         self._most = _MANY
+        self._dropped = 0  # references of values that are gone
         self._closed: list[Any] | None = None  # the fields of all rows: Python has fewer objects to collect
         self._plain: list[Row] = []
 
@@ -80,7 +81,9 @@ class Ledger:
     def drop_dead(self) -> int:
         """Forget values that are gone, of steps that are over; returns up to how many the rest may grow. Also
         called from C++."""
+        before = len(self.references)
         self.references[:] = [reference for reference in self.references if reference() is not None]
+        self._dropped += before - len(self.references)
         return max(_MANY, 2 * len(self.references))
 
     def close(self, kept: Iterable[Kept] = ()) -> None:
@@ -97,6 +100,10 @@ class Ledger:
         """Add what a recorded pass saved, with the bytes of each storage."""
         self._plain = [*self._plain, *rows]
         self._closed = None
+    def is_mostly_gone(self) -> bool:
+        """Are most values gone? In a forward pass nearly all live as long as its result does."""
+        alive = sum(1 for _ in self.values())
+        return alive < (len(self.references) + self._dropped) / 2
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""

@@ -50,7 +50,7 @@ class _LeanForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traced():
             if not exporting():
-                _warn_compiled()
+                reasons.warn_compiled()
             return self._run(None, *args, **kwargs)
         if exporting():
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
@@ -59,6 +59,14 @@ class _LeanForward:
         self._local.saved = context
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
+
+    @property
+    def saved(self) -> lean | None:
+        """What the last forward pass in this thread held; None before the first."""
+        return self._local.__dict__.get("saved")
+
+    def __repr__(self) -> str:
+        return f"lean forward: {self.saved or 'before its first pass'}"
 
     def _called(self, module: nn.Module, inputs: object) -> None:
         if not traced():
@@ -122,14 +130,7 @@ class _LeanForward:
 def last_pass(model: nn.Module) -> lean | None:
     """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
     around = model.__dict__.get(_ATTRIBUTE)
-    return None if around is None else around._local.__dict__.get("saved")
-
-
-def _warn_compiled() -> None:
-    reasons.warn_once(reasons.COMPILED)
-
-
-_warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs once, during tracing
+    return None if around is None else around.saved
 
 
 def make_lean(
@@ -146,7 +147,8 @@ def make_lean(
 
     For training loops that cannot be edited. A forward hook and an attribute `forward` are added; parameters,
     state_dict and class stay as they are. On a model that is lean already the new settings replace the old
-    ones. Compiled, the model runs as without, and a warning says so once.
+    ones. Compiled, the model runs as without, and a warning says so once. `model.forward.saved` is the `lean`
+    object of the last pass in this thread: what it kept, and why no less; None before the first pass.
 
     Passes that save less than 4 MiB in all are left as they are from this model's second one on, unless
     `budget`, `overhead`, `peak`, `held` or `verify` is given.
@@ -163,6 +165,8 @@ def make_lean(
     >>> import torch, leannorm
     >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
+    >>> model.forward.saved.records[0].dtype
+    torch.float32
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
     settings |= {"held": held, "verify": verify}

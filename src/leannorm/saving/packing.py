@@ -265,6 +265,8 @@ class Packing(CountingHook):
         if outcome.communicates or outcome.too_deep:
             return reasons.COLLECTIVE if outcome.communicates else reasons.TOO_DEEP
         at_fault = outcome.outputs[0][0] if outcome.outputs else node
+        if any(map(reasons.is_checkpointed, (node, *(missing for missing, _ in outcome.outputs)))):
+            return reasons.CHECKPOINTED
         why = reasons.NOT_REPEATED if kind_of(at_fault) in RECIPES else reasons.NO_RECIPE
         if self.search.considers(kind_of(at_fault)) and not outcome.ruled_out:
             why = reasons.BEFORE if self.search.from_here else reasons.NOT_AT_HAND

@@ -44,9 +44,11 @@ NOTHING = (
     " compiled code or other saved-tensor hooks"
 )
 BACKWARD_WITHIN = (
-    "nothing of what was saved was left when lean(budget=...) closed, since backward() ran inside it or its"
-    " result was dropped: no plan could be made; move backward() out of it"
+    "most of what this pass saved was freed before lean() closed, since backward() ran inside the with"
+    " statement or its result was dropped: bytes are counted of what was left; call backward() after the with"
+    " statement"
 )
+BACKWARD_BEFORE_PLAN = BACKWARD_WITHIN.replace("left;", "left, and no plan could be made;")
 BENCHMARK = (
     "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread by itself,"
     " so that the backward pass may use another one, of other bits, and convolutions are held; turn it off"
@@ -79,9 +81,11 @@ UNSEEN = "no operator made it that lean() could see, such as compiled code or a 
 OTHER_FLAGS = (
     "its operator ran under other global flags, in a mode, or on tensors that lean() does not rebuild"
 )
+CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
 SMALLER = "each is much smaller than the largest of the pass, and a rebuild takes as many calls"
 _ALWAYS_SAID = (
+    CHECKPOINTED,
     KEPT,
     SMALLER,
     NO_RECIPE,
@@ -101,7 +105,6 @@ STRAYED = (
 )
 
 OF_THE_PASS = {
-    BACKWARD_WITHIN,
     BENCHMARK,
     COMPILED,
     TRANSFORMED,
@@ -198,27 +201,42 @@ def budget_out_of_reach(budget: float, ratio: float, compiled: bool = False) -> 
     )
 
 
-_MODULES = ("leannorm.saving.unpacking", "leannorm._nodes", "torch.utils.checkpoint")
+_CHECKPOINT = "torch.utils.checkpoint"
+_KNOWN = {"leannorm.saving.unpacking", "leannorm._nodes", _CHECKPOINT}
 
 
 def of_hooks_within(node: Any) -> list[str]:
     """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
+    return [] if _unpacked_by(node) <= _KNOWN else [HOOKS_WITHIN]
+
+
+def is_checkpointed(node: Any) -> bool:
+    """Did the node run in a checkpoint, or is it a checkpoint's own?"""
+    function = getattr(type(node), "_forward_cls", None)
+    return getattr(function, "__module__", "") == _CHECKPOINT or _CHECKPOINT in _unpacked_by(node)
+
+
+def _unpacked_by(node: Any) -> set[str]:
+    """The modules of the hooks that unpack what the node saved."""
     kind: Any = type(node)
-    for name in saved_names(kind):
-        raw = getattr(node, name)
-        hook = getattr(raw, "unpack_hook", None)
-        if hook is not None and hook.__module__ not in _MODULES:
-            return [HOOKS_WITHIN]
-    return []
+    hooks = [getattr(getattr(node, name), "unpack_hook", None) for name in saved_names(kind)]
+    return {hook.__module__ for hook in hooks if hook is not None}
 
 
 _WARNED: set[str] = set()
+_IN_ORDER = {SMALL, DEAR, STRAYED, BACKWARD_WITHIN}  # they need no action
 
 
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _WARNED and reason not in (SMALL, DEAR, STRAYED) and not reason.startswith("overhead="):
-        # a small pass, or one that stays as fast as stock, needs no action
+    if cause not in _WARNED and reason not in _IN_ORDER and not reason.startswith("overhead="):
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)
+
+
+def warn_compiled() -> None:
+    warn_once(COMPILED)
+
+
+warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs once, during tracing

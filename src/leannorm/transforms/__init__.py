@@ -22,3 +22,8 @@ __all__ = [
     "recalibrate",
     "unfreeze",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__]

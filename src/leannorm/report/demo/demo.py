@@ -12,7 +12,7 @@ from leannorm._report import Line, Part, Table, counted
 from leannorm.report.demo.digits import WAYS, DigitNetwork, Digits, Trained, check, load, same_bits, train
 from leannorm.report.demo.saved import MEMORY, NETWORKS, Network, Saved, measured
 from leannorm.report.memory import check_device
-from leannorm.report.memory_report import MemoryReport, setting_table, timeline_section
+from leannorm.report.memory_report import MemoryReport, note_on_times, setting_table, timeline_section
 from leannorm.report.profile import profile
 from leannorm.report.render import Fact, PagedReport, Section, line_figure, page
 
@@ -49,6 +49,7 @@ class DemoReport(PagedReport):
         for one in self.networks:
             yield one.table()
         yield setting_table(self.digits)
+        yield from note_on_times(*(one.steps for one in self.networks), self.digits)
         yield self._epochs()
         yield Line(f"{self.summary()}.", "bold green" if self else "bold red")
         yield Line(NEXT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,12 @@ def measured(
     for name, make, images, sample in networks:
         torch.manual_seed(0)
         progress(f"{name}: stock and under lean()")
-        report = profile(make().to(device), torch.randn(images, device=device), steps=3)
+        say = partial(_of_network, name, progress)
+        report = profile(make().to(device), torch.randn(images, device=device), steps=3, progress=say)
         report.model = name
         progress(f"{name}: the largest batch in {memory}")
-        yield Saved(name, report, fit(make, sample, memory))
+        yield Saved(name, report, fit(make, sample, memory, progress=say))
+
+
+def _of_network(name: str, progress: Callable[[str], None], doing: str) -> None:
+    progress(f"{name}: {doing}")

@@ -1,0 +1,3 @@
+"""The version, which `leannorm --version` reads without torch."""
+
+__version__ = "0.1.0"
