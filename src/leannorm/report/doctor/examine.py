@@ -126,7 +126,8 @@ def examine(
     report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=subject.batches)
     report.waiting = 0 if taken else len(own or ())
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
-    report.follows = "" if findings else what_follows(subject)
+    explained = any(finding.severity != "note" for finding in findings)
+    report.follows = "" if explained else what_follows(subject)
     return report
 
 

@@ -71,7 +71,8 @@ class DoctorReport(PagedReport):
     `waiting` of those that were given and not run, as ranks have to agree first.
     `stopped` says why batches could not be run, where the command line has gone on without them.
     `difference`: by how much the outputs in training and in evaluation mode differ, with dropout off in both,
-    relative to their size; None without batches. `follows` says what that means where nothing is found.
+    relative to their size; None without batches. `follows` says what that means where no
+    finding explains it.
 
     >>> import torch, leannorm
     >>> report = leannorm.doctor(torch.nn.BatchNorm1d(4, momentum=0.99))

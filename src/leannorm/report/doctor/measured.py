@@ -127,8 +127,8 @@ def padding_in_statistics(subject: Subject) -> Iterator[Found]:
                 seen.padded,
                 f"{seen.padded:.0%} of its positions look like padding: mean and variance are those of the "
                 "padding too, and depend on which samples share a batch",
-                ("" if obeys(norm.module) else "leannorm.convert(model)\n")
-                + "# in the forward that calls it: mask= or lengths= beside its input",
+                ("" if obeys(norm.module) else "leannorm.convert(model)  # torch's own layers take no mask\n")
+                + "# in the forward that calls it: mask= or lengths= after its input",
             )
 
 

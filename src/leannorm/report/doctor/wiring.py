@@ -17,7 +17,7 @@ from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
-from leannorm._catalog import Norm
+from leannorm._catalog import OURS, Norm
 from leannorm._report import grouped
 from leannorm.ops.running import frozen as no_update
 from leannorm.report.doctor.observe import obeys
@@ -105,10 +105,17 @@ def repeated_call(subject: Subject) -> Iterator[Found]:
                 times,
                 f"its statistics move {times} times a step, and are a mixture of all its inputs, of which "
                 "the last weighs most",
-                ("" if obeys(norm.module) else f"leannorm.convert(model)  # {_TORCHS}\n")
-                + "# in the forward that calls it: a norm of its own for each call, or all calls but one "
-                "within leannorm.no_stats_update()",
+                _once(norm),
             )
+
+
+def _once(norm: Norm) -> str:
+    """What makes its statistics move once a step; of a class of its own, `no_stats_update` knows nothing."""
+    apart = "# in the forward that calls it: a norm of its own for each call"
+    still = f"{apart}, or all calls but one within leannorm.no_stats_update()"
+    if obeys(norm.module):
+        return still
+    return f"leannorm.convert(model)  # {_TORCHS}\n{still}" if type(norm.module) in OURS else apart
 
 
 @check("warning", "Ranks have statistics of their own", "layers")
