@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 from doctor_code import alternatives, run_as_printed
 from rank_faults import gradients_of_nan, norm_that_one_rank_goes_around
+from rank_models import convolutions, images
 from rank_set_ups import grid
+from torch.nn.parallel import DistributedDataParallel
+
+import leannorm
 
 # what no line can do: the same arguments on every rank, a forward, what made a value NaN, what goes around
 SENTENCES = {
@@ -53,6 +57,39 @@ def _left(rank: int, fault: Any, which: int) -> tuple[str, set[str]] | None:
     run_as_printed(codes[which], given)
     others = {one.check for one in findings} - {check}
     return codes[which], {one.check for one in job.report().findings} - others
+
+
+def unsynchronized(rank: int) -> list[tuple[str, list[str], bool]]:
+    """Each remedy where ranks have statistics of their own: its code, what is found then, are they one?"""
+    told = []
+    for which in range(2):
+        model = DistributedDataParallel(convolutions(), broadcast_buffers=False)
+        model(images(rank + 1))
+        (finding,) = leannorm.doctor(model, images(rank)).findings
+        code = alternatives([finding])[which]
+        run_as_printed(code, {"model": model})
+        found = [one.check for one in leannorm.doctor(model, images(rank)).findings]
+        for norm in (model.module[1], model.module[4]):
+            norm.momentum = None if which else 0.0  # the buffers' own way is that they are sent before a pass
+            if which:
+                norm.reset_running_stats()
+        model(images(rank + 2))
+        means = [torch.empty(8) for _ in range(dist.get_world_size())]
+        dist.all_gather(means, model.module[4].running_mean)
+        told.append((code, found, torch.equal(means[0], means[1])))
+    return told
+
+
+def few(rank: int) -> list[tuple[str, list[str]]]:
+    """Batches of two samples on each of two ranks: shared statistics are of four."""
+    model = convolutions()
+    findings = leannorm.doctor(model, images(rank)[:2]).findings
+    codes = [code for code in alternatives(findings) if "sync" in code]
+    told = [("", [one.check for one in findings])]
+    for code in codes:
+        run_as_printed(code, {"model": model})
+        told.append((code, [one.check for one in leannorm.doctor(model, images(rank)[:2]).findings]))
+    return told
 
 
 def mended(rank: int, faults: list[Any]) -> dict[str, list[tuple[str, set[str]]]]:

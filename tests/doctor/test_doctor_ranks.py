@@ -15,7 +15,7 @@ import torch.distributed as dist
 from doctor_code import code_in
 from rank_faults import FAULTS, weights_cut_by_hand_and_not_marked
 from rank_models import Megatron, blocks, convolutions, images, summed_by_hooks, tokens
-from rank_remedies import ELSEWHERE, SENTENCES, mended
+from rank_remedies import ELSEWHERE, SENTENCES, few, mended, unsynchronized
 from rank_set_ups import CLEAN, Job, grid, of_dtensors
 from ranks import ranks
 from torch import nn
@@ -332,3 +332,17 @@ def test_what_another_rank_does_not_run_gets_no_hook_that_waits_for_it():
         assert torch.is_anomaly_enabled()
     finally:
         torch.autograd.set_detect_anomaly(False)
+
+
+def test_ranks_with_statistics_of_their_own_have_one_by_each_remedy():
+    both = ranks(2, unsynchronized)
+    assert both[0] == both[1]
+    assert [(found, one) for _, found, one in both[0]] == [([], True)] * 2
+    assert ["broadcast_buffers" in code for code, _, _ in both[0]] == [True, False]
+
+
+def test_small_batches_of_ranks_are_shared():
+    before, (code, after) = ranks(2, few)[0]
+    assert before[1] == ["few_samples"] * 2
+    assert 'leannorm.convert(model, to="sync")' in code
+    assert after == []

@@ -67,6 +67,8 @@ def remeasured(subject: Subject, norm: Norm | None = None, why: str = "") -> str
     """
     if norm is not None and not (isinstance(norm.module, _BatchNorm) and norm.tracks):
         return "# train it for some hundred batches: leannorm.recalibrate is for batch norms"
+    if norm is not None and hasattr(norm.mean, "placements"):
+        return "# leannorm.recalibrate(model, batches), before distribute_module makes DTensors of statistics"
     run = recalibrated(subject.model, "model", subject.passed) + (f"  # {why}" if why else "")
     if norm is None:
         return run

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
@@ -135,8 +136,15 @@ def unsynchronized_buffers(subject: Subject) -> Iterator[Found]:
                 f"each of the {ranks} ranks has running statistics of its own: evaluation differs from rank "
                 "to rank, and a checkpoint holds those of one",
                 f"{layer(name)}.broadcast_buffers = True  # evaluation is that of its first rank then\n"
-                '# or leannorm.convert(model, to="sync")  # statistics of all ranks, from the next step on',
+                f"# or {_shared(layer(name), dist.get_process_group_ranks(module.process_group)[0])}",
             )
+
+
+def _shared(wrapped: str, first: int) -> str:
+    """The line that makes its statistics those of all ranks, from those of the first."""
+    group = f"{wrapped}.process_group"
+    sent = f"[torch.distributed.broadcast(b, {first}, {group}) for b in {wrapped}.buffers()]"
+    return f'leannorm.convert({wrapped}, to="sync", process_group={group}); {sent}'
 
 
 def _calls(subject: Subject) -> list[list[tuple[Norm, Call]]]:
