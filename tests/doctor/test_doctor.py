@@ -36,20 +36,9 @@ def test_findings_are_ranked():
 
 def test_the_table_of_checks():
     names = [check.name for check in CHECKS]
-    assert len(set(names)) == len(names) == 24
+    assert len(set(names)) == len(names) == 25
     assert [check.find.__name__ for check in CHECKS] == names
     assert {check.severity for check in CHECKS} == set(SEVERITIES)
-
-
-def test_remedies_are_lines_that_mend():
-    model = trained()
-    model[0][1].momentum = 0.99
-    model[1][1].eps = 1e-3
-    model[2][0].bias = nn.Parameter(torch.zeros(8))
-    for one in doctor(model).findings:
-        exec(one.remedy.partition(",")[0], {"model": model})
-    assert doctor(model).findings == []
-    assert model[0][1].momentum == 0.01
 
 
 def test_json_has_no_nan_and_html_has_every_layer(tmp_path, capsys):
@@ -249,7 +238,7 @@ def test_a_norm_in_two_places():
     model = Heads()
     model.second[0][1] = model.first[0][1]
     assert told(doctor(model)) == [("shared_norm", "first.0.1")]
-    exec("import copy\n" + doctor(model).findings[0].remedy, {"model": model})
+    exec(doctor(model).findings[0].remedy, {"model": model})
     assert told(doctor(model)) == []
     model.norm = model.first[0][1]  # another name for it, by which nobody calls it
     assert told(doctor(model)) == []
@@ -288,7 +277,7 @@ def wrapped(rank):
         if to:
             leannorm.convert(model, to=to)
         model = nn.Sequential(DistributedDataParallel(model, broadcast_buffers=broadcast))
-        report = doctor(model, torch.randn(2, 3, 4 + rank, 4))
+        report = doctor(model, torch.randn(4, 3, 4 + rank, 2))
         values = [one.value for one in report.findings]
         results.append((told(report), values, [state.values for state in report.layers]))
     return results

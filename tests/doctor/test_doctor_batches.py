@@ -314,3 +314,45 @@ def test_padding_that_a_mask_leaves_out_is_none():
     report = doctor(model, {"x": x, "lengths": lengths})
     assert told(report) == []
     assert report.layers[0].gap < 1e-3
+
+
+class Sign(nn.Module):
+    def forward(self, x):
+        return x.mean(0, keepdim=True)
+
+
+def test_where_the_modes_differ_and_nothing_is_found_the_report_says_what_follows():
+    norm = nn.BatchNorm1d(8)
+    norm.num_batches_tracked += 1
+    norm.running_mean += torch.linspace(-0.4, 0.4, 8)
+    norm.bias.data = torch.linspace(-0.2, 0.2, 8)
+    model, batches = nn.Sequential(norm, Sign()), torch.randn(16, 8)
+    report = doctor(model, batches)
+    assert report.findings == []
+    assert report.difference > 0.5
+    for word in ("no layer by itself", "16 samples a batch", "leannorm.recalibrate(model, batches)"):
+        assert word in report.follows
+        assert word in str(report)
+        assert word in report.html()
+    noted = doctor(model, batches, optimizer=torch.optim.AdamW(model.parameters()))
+    assert [(one.severity, noted.follows) for one in noted.findings] == [("note", report.follows)]
+    leannorm.recalibrate(model, batches)
+    assert doctor(model, batches).follows == ""
+    new = doctor(nn.Sequential(nn.BatchNorm1d(8)), 5 * torch.randn(64, 8) + 9)
+    assert (new.findings, new.difference > 0.5) == ([], True)
+    assert "have not moved yet" in new.follows
+
+
+def test_bars_are_red_above_the_threshold_alone():
+    """A layer with another fault has a bar of its gap."""
+    model = trained()
+    model[0][1].momentum = 0.9
+    model[2][1].running_mean += 9
+    report = doctor(model, torch.randn(64, 3, 12, 12))
+    assert [one.gap > one.least for one in report.layers] == [False, False, True]
+    from leannorm.report.doctor.findings import _bars
+
+    calm, faulty, _ = _bars(report).figure.data
+    assert [value is None for value in calm.y] == [False, False, True]
+    assert [value is None for value in faulty.y] == [True, True, False]
+    assert faulty.marker.color != calm.marker.color

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from doctor_code import code_in
 from rank_faults import FAULTS, weights_cut_by_hand_and_not_marked
 from rank_models import Megatron, blocks, convolutions, images, summed_by_hooks, tokens
+from rank_remedies import ELSEWHERE, SENTENCES, few, mended, unsynchronized
 from rank_set_ups import CLEAN, Job, grid, of_dtensors
 from ranks import ranks
 from torch import nn
@@ -95,7 +97,9 @@ def _doubtful(rank):
 def test_what_may_be_cut_by_hand_is_a_warning():
     ((severity, remedy),) = ranks(2, _doubtful)[0]
     assert severity == "warning"
-    assert "weight.tensor_model_parallel = True; else torch.distributed.broadcast(" in remedy
+    cut = [line for line in remedy.split("\n") if line.startswith("# or ")]
+    assert len(cut) == 1
+    assert "weight.tensor_model_parallel = True" in cut[0]
 
 
 def _seen_of_parts(rank):
@@ -150,8 +154,8 @@ def test_one_value_a_channel_is_a_finding_on_ranks_too():
 def test_a_gradient_of_which_only_rounding_is_left_is_not_compared():
     """Such as that of a beta that the next norm removes: each rank rounds in its own way."""
     rounding = [(0, [1e-8, 2e-8]), (1, [-1e-8, 3e-8])]
-    assert _partial("norm", "bias", rounding, ROUNDING * 1.0) is None
-    assert _partial("norm", "bias", rounding, ROUNDING * 1e-6) is not None
+    assert _partial("norm", "bias", rounding, ROUNDING * 1.0, "") is None
+    assert _partial("norm", "bias", rounding, ROUNDING * 1e-6, "") is not None
 
 
 EXAMPLE = re.search(
@@ -289,5 +293,56 @@ def test_a_gradient_that_is_not_finite_hides_no_other_of_its_layer():
         for weight, bias in ((far, torch.ones(64)), (torch.zeros(64), 2 * torch.ones(64)))
     ]
     both = [SimpleNamespace(number=number, steps=False, wrapped=None) for number in (0, 1)]
-    faults = list(partial_gradients.find(SimpleNamespace(ranks=both, gradients=gradients)))
+    faults = list(partial_gradients.find(SimpleNamespace(ranks=both, gradients=gradients, passed="")))
     assert [fault.severity for fault in faults] == ["warning", None]
+
+
+# ------------------------------------------------ remedies, as printed
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_remedy_mends_its_fault_on_all_ranks(world):
+    """And nothing else is found; what only a person can do is a sentence."""
+    faults = [fault for fault, size in FAULTS.items() if size == world and fault not in ELSEWHERE]
+    told = ranks(world, mended, faults)
+    assert all(one == told[0] for one in told)
+    sentences = {name for name, codes in told[0].items() for code, _ in codes if not code_in(code)}
+    assert sentences == SENTENCES & {fault.__name__ for fault in faults}
+    left = {(name, code): found for name, codes in told[0].items() for code, found in codes if found}
+    assert {name: found for (name, _), found in left.items() if name not in sentences} == {}
+
+
+def _elsewhere(rank):
+    told = {}
+    for fault in ELSEWHERE:
+        job, check, layer = fault(rank)
+        (told[fault.__name__],) = {
+            one.remedy for one in job.report().findings if (one.check, one.layer) == (check, layer)
+        }
+    return told
+
+
+def test_what_another_rank_does_not_run_gets_no_hook_that_waits_for_it():
+    """And NaN is looked for by torch."""
+    told = ranks(2, _elsewhere)[0]
+    assert told["norm_that_one_rank_goes_around"].startswith("# look at why 0.norm has no gradient on rank 1")
+    assert not code_in(told["norm_that_one_rank_goes_around"])
+    try:
+        exec(told["gradients_of_nan"])
+        assert torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+
+
+def test_ranks_with_statistics_of_their_own_have_one_by_each_remedy():
+    both = ranks(2, unsynchronized)
+    assert both[0] == both[1]
+    assert [(found, one) for _, found, one in both[0]] == [([], True)] * 2
+    assert ["broadcast_buffers" in code for code, _, _ in both[0]] == [True, False]
+
+
+def test_small_batches_of_ranks_are_shared():
+    before, (code, after) = ranks(2, few)[0]
+    assert before[1] == ["few_samples"] * 2
+    assert 'leannorm.convert(model, to="sync")' in code
+    assert after == []

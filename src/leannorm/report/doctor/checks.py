@@ -23,6 +23,7 @@ CHECKS = (
     wiring.shared_norm,
     wiring.repeated_call,
     measured.few_values,
+    measured.few_samples,
     measured.padding_in_statistics,
     settings.gamma_zero,
     measured.dead_channels,

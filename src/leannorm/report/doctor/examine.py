@@ -20,7 +20,7 @@ from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.gradients import Gradients, gradients_of
-from leannorm.report.doctor.measured import gap_of, least_gap
+from leannorm.report.doctor.measured import gap_of, least_gap, what_follows
 from leannorm.report.doctor.meeting import Meeting, meeting_of, ranks_in_words
 from leannorm.report.doctor.observe import first_batches, observe
 from leannorm.report.doctor.parallel import cut_one_model, same_model
@@ -78,8 +78,11 @@ def doctor(
     >>> report.findings[0].remedy
     'model.get_submodule("1").momentum = 0.1'
     """
+    passed = ", forward=forward" if forward is not None else ""
+    passed += ", process_group=group" if group is not None else ""
+    meeting = meeting_of(group)
     of_passes = batches, optimizer, forward
-    return examine(model, *of_passes, backward=backward, averaged=averaged, meeting=meeting_of(group))
+    return examine(model, *of_passes, backward=backward, averaged=averaged, passed=passed, meeting=meeting)
 
 
 def examine(
@@ -91,6 +94,7 @@ def examine(
     *,
     backward: Callable[[Module, Any], Any] | None = None,
     averaged: Module | None = None,
+    passed: str = "",
     meeting: Meeting | None = None,
 ) -> DoctorReport:
     """`doctor` by some of the checks, and with the other ranks of a meeting."""
@@ -99,7 +103,7 @@ def examine(
         if averaged is not None:
             _checks.module(averaged, "doctor(averaged=)")
         norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
-        subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged)
+        subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged, passed=passed)
         own = _taken(model, batches)
         common = None if meeting is None else Common(meeting, subject, own, backward is not None)
         taken = own if common is None else common.batches
@@ -122,6 +126,8 @@ def examine(
     report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=subject.batches)
     report.waiting = 0 if taken else len(own or ())
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
+    explained = any(finding.severity != "note" for finding in findings)
+    report.follows = "" if explained else what_follows(subject)
     return report
 
 
@@ -196,11 +202,14 @@ def _is_lazy(module: Module) -> bool:
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
-def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+def _optimizers(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
+    """Each by the expression that names it."""
     if optimizers is None:
-        return ()
-    several = (optimizers,) if hasattr(optimizers, "param_groups") else tuple(optimizers)
-    for one in several:
+        return {}
+    if hasattr(optimizers, "param_groups"):
+        return {"optimizer": optimizers}
+    several = {f"optimizer[{i}]": one for i, one in enumerate(optimizers)}
+    for one in several.values():
         if not hasattr(one, "param_groups"):
             raise InputError(
                 f"optimizer must be one of torch.optim or several of them, got a {type(one).__name__}"

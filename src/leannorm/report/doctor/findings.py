@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from leannorm._report import Line, Part, Table, counted, grouped
+from leannorm.report.doctor.remedies import remedies
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
@@ -13,12 +14,14 @@ _SHOWN = 5
 _FAULT = "#dc2626"
 LEAST_GAP = 0.5
 """Standard deviations between batches' and running statistics from which on a gap is told."""
-_NAMED = "get_submodule(name)"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of one layer: `value` is the number by which it is known, `remedy` the line that mends it.
+    """One fault of one layer: `value` is the number by which it is known, `remedy` the lines that mend it.
+
+    A remedy is Python that runs as printed, with `model` and the other names of `doctor`'s arguments. A line
+    that begins with "# or" is another remedy; what no code can do is a sentence in a comment.
 
     `severity` is "error" (outputs are wrong), "warning" (they may be) or "note" (it costs something). `size`
     ranks it among those of its check, `title` heads them, `unit` says what `value` counts.
@@ -68,7 +71,8 @@ class DoctorReport(PagedReport):
     `waiting` of those that were given and not run, as ranks have to agree first.
     `stopped` says why batches could not be run, where the command line has gone on without them.
     `difference`: by how much the outputs in training and in evaluation mode differ, with dropout off in both,
-    relative to their size; None without batches.
+    relative to their size; None without batches. `follows` says what that means where no
+    finding explains it.
 
     >>> import torch, leannorm
     >>> report = leannorm.doctor(torch.nn.BatchNorm1d(4, momentum=0.99))
@@ -83,6 +87,7 @@ class DoctorReport(PagedReport):
     difference: float | None = None
     waiting: int = 0
     stopped: str = ""
+    follows: str = ""
 
     def __bool__(self) -> bool:
         return not self.findings
@@ -115,7 +120,8 @@ class DoctorReport(PagedReport):
                 yield Line(f"  {'       ' if i else 'remedy:'} {line}")
             yield Line("")
         if self.difference is not None:
-            yield Line(f"outputs of the two modes differ by {self.difference:.2g} times their size")
+            follows = f": {self.follows}" if self.follows else ""
+            yield Line(f"outputs of the two modes differ by {self.difference:.2g} times their size{follows}")
         if self.stopped:
             yield Line(f"without batches: {self.stopped}", "bold red")
         yield Line(self.summary(), "bold green" if self else "bold")
@@ -133,26 +139,6 @@ def _by_check(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
 
 def _by_consequence(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
     return grouped((one.consequence, one) for one in findings)
-
-
-def remedies(findings: Sequence[Finding]) -> list[str]:
-    """The lines that mend them all: where layers need the same, a loop over their names.
-
-    >>> lines = [f'model.get_submodule("{name}").eps = 0.1' for name in ("a", "b")]
-    >>> print(*remedies([Finding("eps", name, 0.0, "", line) for name, line in zip("ab", lines)]), sep="\\n")
-    for name in ["a", "b"]: model.get_submodule(name).eps = 0.1
-    """
-    alike = grouped(
-        (one.remedy.replace(f'get_submodule("{one.layer}")', _NAMED), one.layer) for one in findings
-    )
-    lines = []
-    for remedy, names in alike.items():
-        if len(names) > 1 and _NAMED in remedy:
-            quoted = ", ".join(f'"{name}"' for name in dict.fromkeys(names))
-            lines.append(f"for name in [{quoted}]: {remedy}")
-        else:
-            lines.append(remedy.replace(_NAMED, f'get_submodule("{names[0]}")'))
-    return lines
 
 
 def _value(finding: Finding) -> str:
@@ -184,11 +170,12 @@ def _page(report: DoctorReport) -> str:
     if report.layers:
         sections.append(Section("Layer by layer", "", table=_layer_table(report)))
     foot = {"batches": str(report.batches)}
-    return page(f"{report.model}: its norms", f"{report.summary()}.", facts, sections, foot)
+    follows = f" The two modes' outputs differ: {report.follows}." if report.follows else ""
+    return page(f"{report.model}: its norms", f"{report.summary()}.{follows}", facts, sections, foot)
 
 
 def _bars(report: DoctorReport) -> Section:
-    """A bar for each layer; those with an error or a warning in a colour of their own."""
+    """A bar for each layer; those of the colour of faults are above what is reported."""
     if any(state.gap is not None for state in report.layers):
         heading, unit = "Gap between training and evaluation", "standard deviations"
         lead = (
@@ -196,28 +183,37 @@ def _bars(report: DoctorReport) -> Section:
             "two modes agree. No bar: there are no running statistics, or they are not finite."
         )
         values = [state.gap for state in report.layers]
+        faulty = [_above(state) for state in report.layers]
+        names_of_bars = "below what is reported", "reported"
     else:
         heading, unit = "Findings per layer", "findings"
         lead = "In the order of the model. With batches the bars are the gap between the two modes."
         values = [float(state.findings) for state in report.layers]
-    faulty = {finding.layer for finding in report.findings if finding.severity != "note"}
-    shown = list(zip(values, report.layers, strict=True))
+        found = {finding.layer for finding in report.findings if finding.severity != "note"}
+        faulty = [state.name in found for state in report.layers]
+        names_of_bars = "no error or warning", "error or warning"
+    shown = list(zip(values, faulty, strict=True))
     bars = {
-        "no error or warning": [None if state.name in faulty else value for value, state in shown],
-        "error or warning": [value if state.name in faulty else None for value, state in shown],
+        name: [value if fault == of_faults else None for value, fault in shown]
+        for name, of_faults in zip(names_of_bars, (False, True), strict=True)
     }
     names = [state.name for state in report.layers]
     figure = bar_figure(bars, names, unit, written=len(shown) <= 12)
-    figure.update_traces(marker_color=_FAULT, selector={"name": "error or warning"})
+    figure.update_traces(marker_color=_FAULT, selector={"name": names_of_bars[1]})
     if heading.startswith("Gap"):
         figure.add_scatter(
-            name="told from here on",
+            name="reported from here on",
             x=names,
             y=[state.least for state in report.layers],
             mode="markers",
             marker={"symbol": "line-ew-open", "size": max(6, 300 // len(names)), "color": _FAULT},
         )
     return Section(heading, lead, figure.update_layout(barmode="overlay"))
+
+
+def _above(state: LayerState) -> bool:
+    """Is its gap above what is reported?"""
+    return state.gap is not None and state.least is not None and state.gap > state.least
 
 
 def _layer_table(report: DoctorReport) -> Table:

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from math import isfinite, sqrt
 
 from leannorm._catalog import Norm
+from leannorm._report import counted
 from leannorm.report.doctor.findings import LEAST_GAP
-from leannorm.report.doctor.observe import Seen
+from leannorm.report.doctor.observe import Seen, obeys
+from leannorm.report.doctor.remedy import more_values, remeasured
 from leannorm.report.doctor.running import distance
 from leannorm.report.doctor.settings import SHARE
-from leannorm.report.doctor.subject import Found, Subject, check, layer, running_of
+from leannorm.report.doctor.subject import Found, Subject, check, running_of
 
-HANDFUL = 8
+HANDFUL, FEW_SAMPLES = 8, 4
 SAMPLING, AMPLIFIED = 3.0, 20.0
 LEAST_PADDING = 0.05
 LEAST_DIFFERENCE = 0.5
@@ -52,18 +54,26 @@ def few_values(subject: Subject) -> Iterator[Found]:
                 f"a variance of {seen.values} values is off by {error:.0%} or so, and so is every output"
                 if seen.values > 1
                 else "one value is its own mean: the layer raises, or its output is beta whatever the input",
-                _REMEDY.get(norm.kind, "normalize over more features"),
+                more_values(subject, norm, seen, HANDFUL),
                 -float(seen.values),
                 "error" if seen.values == 1 else None,
             )
 
 
-_REMEDY = {
-    "batch": "larger batches (drop_last=True, where the last is small), "
-    'leannorm.convert(model, to="sync") over ranks, or leannorm.nn.GroupNorm, which needs no batch',
-    "instance": "leannorm.nn.GroupNorm, whose groups have more values",
-    "group": "fewer groups",
-}
+@check("warning", "Few samples behind each statistic", "samples")
+def few_samples(subject: Subject) -> Iterator[Found]:
+    """Batch statistics of two or three samples, of however many values: those of one sample are alike."""
+    for norm, seen in subject.observed():
+        enough = seen.together >= FEW_SAMPLES or seen.values < HANDFUL  # `few_values` has found it
+        if norm.kind == "batch" and subject.by_batch(norm) and seen.together and not enough:
+            yield Found(
+                norm.name,
+                seen.together,
+                "values of one sample are alike: mean and variance change from batch to batch, a sample's "
+                "output depends on which others are in its batch, and evaluation computes something else",
+                more_values(subject, norm, seen, HANDFUL),
+                -float(seen.together),
+            )
 
 
 @check("warning", "Batches are far from the running statistics", "standard deviations", of_data=True)
@@ -75,12 +85,17 @@ def train_eval_gap(subject: Subject) -> Iterator[Found]:
             continue
         gap, apart, ratio = measured
         if gap > least_gap(seen):
+            differ = f"means differ by {apart:.2g} standard deviations, standard deviations by a factor of "
+            trains = subject.by_batch(norm)
             yield Found(
                 norm.name,
                 gap,
-                f"means differ by {apart:.2g} standard deviations, standard deviations by a factor of "
-                f"{ratio:.2g}: evaluation mode computes something else than was trained",
-                "leannorm.recalibrate(model, batches), on the data that it will see",
+                f"{differ}{ratio:.2g}: evaluation mode computes something else than was trained"
+                if trains
+                else f"{differ}{ratio:.2g}: it is frozen, and its statistics are of other data",
+                remeasured(subject, norm, "on the data that it will see")
+                if norm.kind != "frozen"
+                else "# prepare the data as that of its statistics, or load a checkpoint of this data",
             )
 
 
@@ -97,7 +112,7 @@ def dead_channels(subject: Subject) -> Iterator[Found]:
                 f"{dead} of {channels}",
                 "their normalized value is 0 or rounding, and their output beta: what is before them no "
                 "longer learns",
-                f"look at what {norm.name} reads: a ReLU whose inputs are all below 0, weights at 0",
+                f"# look at what {norm.name} reads: a ReLU whose inputs are all below 0, weights at 0",
                 dead / channels,
             )
 
@@ -112,7 +127,8 @@ def padding_in_statistics(subject: Subject) -> Iterator[Found]:
                 seen.padded,
                 f"{seen.padded:.0%} of its positions look like padding: mean and variance are those of the "
                 "padding too, and depend on which samples share a batch",
-                f"{layer(norm.name)} as one of leannorm.nn, called with mask= or lengths=",
+                ("" if obeys(norm.module) else "leannorm.convert(model)  # torch's own layers take no mask\n")
+                + "# in the forward that calls it: mask= or lengths= after its input",
             )
 
 
@@ -133,5 +149,22 @@ def modes_differ(subject: Subject) -> Iterator[Found]:
             "(model)",
             known,
             "what evaluation measures is not what was trained",
-            "leannorm.recalibrate(model, batches); the layers with the largest gap come first",
+            remeasured(subject),
         )
+
+
+def what_follows(subject: Subject) -> str:
+    """Where nothing is found, and the outputs of the modes differ: why they may, and what to do."""
+    if subject.difference is None or subject.difference <= LEAST_DIFFERENCE:
+        return ""
+    if subject.untouched:
+        return (
+            f"running statistics of {counted(len(subject.untouched), 'layer')} have not moved yet, so train; "
+            "what evaluation computes before is not the model"
+        )
+    together = min((seen.together for _, seen in subject.observed() if seen.together), default=0)
+    return (
+        "no layer by itself is far from its running statistics, so either many small gaps add up or "
+        f"{counted(together, 'sample')} a batch are few, whose noise grows from layer to layer. With larger "
+        "batches noise shrinks; what stays is a gap, which leannorm.recalibrate(model, batches) closes"
+    )

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from leannorm._catalog import MODEL
 from leannorm.report.doctor.findings import Finding
 
 SAFE = ("momentum", "eps", "removed_bias")
 """Checks whose remedy changes no output of the layer in training beyond what the finding says."""
-_SETTING = re.compile(r"\.(momentum|eps|bias) = (None|[\d.e+-]+)(?:$|, before)")
-_NORM = re.compile(r"^the norm (\S+) subtracts")
+_SET = re.compile(r'model(?:\.get_submodule\("(.*?)"\))?\.(\w+) (-?=) (None|[\d.e+-]+|getattr\()')
 
 
 class Change(NamedTuple):
@@ -39,27 +39,27 @@ def mend(model: nn.Module, findings: Iterable[Finding]) -> list[Change]:
 
 
 def _mended(model: nn.Module, finding: Finding) -> Iterator[Change]:
-    setting = _SETTING.search(finding.remedy)
-    layer = _named(model, finding.layer)
-    if setting is None or not hasattr(layer, setting[1]):
-        return
-    name, value = setting[1], None if setting[2] == "None" else float(setting[2])
-    before = getattr(layer, name)
-    if name == "bias":
-        if before is None:  # another norm reads it, too, and it is out
-            return
-        norm = _NORM.search(finding.consequence)
-        mean = getattr(_named(model, norm[1]), "running_mean", None) if norm else None
-        if norm and isinstance(mean, torch.Tensor):
+    for line in finding.remedy.split("\n"):
+        set_to = _SET.match(line)
+        if set_to is None:
+            continue
+        path, name, sign, value = set_to.groups()
+        layer, told = model.get_submodule(path or ""), path or MODEL
+        before = getattr(layer, name)
+        if sign == "-=":
             with torch.no_grad():
-                mean -= before
-            yield Change(norm[1], "running_mean", "m", "m - bias")
-    setattr(layer, name, value)
-    yield Change(finding.layer, name, _told(before), _told(value))
+                before -= _bias(model.get_submodule(finding.layer))
+            yield Change(told, name, "m", "m - bias")
+        else:
+            after = None if value == "None" else float(value)
+            setattr(layer, name, after)
+            yield Change(told, name, _told(before), _told(after))
 
 
-def _named(model: nn.Module, name: str) -> nn.Module:
-    return model if name == "(model)" else model.get_submodule(name)
+def _bias(source: nn.Module) -> torch.Tensor:
+    bias = source.bias
+    assert isinstance(bias, torch.Tensor)
+    return bias
 
 
 def _told(value: object) -> str:

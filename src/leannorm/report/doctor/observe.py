@@ -19,8 +19,15 @@ from leannorm._batch import batches_of, call, unwrapped
 from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
 from leannorm.nn.conv import _ConvBatchNorm
-from leannorm.ops.running import merge_into
-from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
+from leannorm.ops.running import frozen, merge_into
+from leannorm.report.doctor.values import (
+    data_in,
+    input_of,
+    one_value_passes,
+    samples_behind,
+    values_behind,
+    watched,
+)
 from leannorm.report.untouched import random_state, untouched
 
 Forward = Callable[[Module, Any], Any]
@@ -31,14 +38,17 @@ MOST_BATCHES = 8
 class Seen:
     """One norm over all batches: per channel the pooled moments, the least and the largest value.
 
-    `values`: the fewest that one statistic had. `calls`: the most of one forward pass. `samples`: of all
-    batches. `padded`: the share of positions in runs of equal ones; `uneven`: do the runs' lengths differ?
+    `values`: the fewest that one statistic had. `calls`: the most of one forward pass, `moves` of them with
+    running statistics that move. `samples`: of all batches; `together`: the fewest behind one statistic.
+    `padded`: the share of positions in runs of equal ones; `uneven`: do the runs' lengths differ?
     `source`: the convolution or linear layer whose output the norm reads.
     """
 
     values: int = 0
     calls: int = 0
+    moves: int = 0
     samples: int = 0
+    together: int = 0
     pool: Pool | None = None
     least: Tensor | None = None
     largest: Tensor | None = None
@@ -112,6 +122,11 @@ def observe(
     return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
 
 
+def obeys(module: Module) -> bool:
+    """Do its statistics stay within `no_stats_update`? Those of leannorm's layers do, and of none else."""
+    return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
+
+
 def eager(model: Module) -> AbstractContextManager[Any]:
     """Hooks do not run in compiled parts: these run as they were written."""
     compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
@@ -122,6 +137,7 @@ def eager(model: Module) -> AbstractContextManager[Any]:
 def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], None]]:
     """Hooks on every norm, which fill `seen`; gives the function that begins a forward pass."""
     calls: dict[str, int] = {}
+    moves: dict[str, int] = {}
     outputs: dict[int, tuple[Module, Tensor]] = {}  # with the tensor, so that no id is reused
 
     def after(module: Module, args: object, output: Tensor) -> None:
@@ -129,6 +145,7 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
 
     def begin() -> None:
         calls.clear()
+        moves.clear()
         outputs.clear()
 
     def watch(norm: Norm) -> Callable[..., None]:
@@ -140,6 +157,10 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
             one.source = outputs.get(id(x), (None, None))[0]
             calls[norm.name] = calls.get(norm.name, 0) + 1
             one.calls = max(one.calls, calls[norm.name])
+            moves[norm.name] = moves.get(norm.name, 0) + (not (frozen() and obeys(module)))
+            one.moves = max(one.moves, moves[norm.name])
+            samples = samples_behind(norm, x)
+            one.together = min(one.together or samples, samples)
             data = data_in(norm, x, kwargs)
             if data is not None:
                 _add(one, norm, data)

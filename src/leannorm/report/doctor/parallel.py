@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
 
+from leannorm._catalog import Norm
 from leannorm._errors import SyncError
 from leannorm._report import grouped
 from leannorm.report.doctor.meeting import ranks_in_words
 from leannorm.report.doctor.ranks import Held, Rank
+from leannorm.report.doctor.remedy import EPS, attribute, momentum_set
 from leannorm.report.doctor.subject import Found, Subject, check, layer
 
 SAME = 0.01  # of a gradient's size: copies of it that a rank computed in another order
@@ -75,10 +78,11 @@ def rank_settings(subject: Subject) -> Iterator[Found]:
                 sides,
                 "one layer computes two things: ranks send gradients of different functions, and to which of "
                 "them a checkpoint's weights belong depends on the rank that wrote it",
-                "make the model by the same arguments on every rank",
+                _same_settings(norm, subject.ranks),
                 1.0,
             )
     above: tuple[str, ...] = ()
+    norms = {norm.path for norm in subject.norms}
     for place, (name, _) in enumerate(subject.model.named_modules()):
         words = {"t": "training", "f": "evaluation"}
         sides = _sides([(rank.number, words[rank.modes[place]]) for rank in subject.ranks])
@@ -89,7 +93,7 @@ def rank_settings(subject: Subject) -> Iterator[Found]:
                 f"mode, {sides}",
                 "these ranks normalize by other statistics, or drop other values; where norms are "
                 "synchronized the others wait for them",
-                f"{layer(name)}.train() or .eval(), on every rank",
+                f"{layer(name)}.train()" + ("" if name in norms else f"\n# or {layer(name)}.eval()"),
                 1.0,
             )
 
@@ -112,8 +116,8 @@ def sync_group(subject: Subject) -> Iterator[Found]:
                     norm.name,
                     f"rank {number} with {ranks_in_words(group) if group else 'a group that it is not in'}",
                     fault[0],
-                    f"{layer(norm.name)}.process_group = the data-parallel group, such as "
-                    'mesh.get_group("dp")',
+                    f"{layer(norm.name)}.process_group = group"
+                    '  # group: of the data-parallel ranks, such as mesh.get_group("dp")',
                     len(group),
                     fault[1],
                 )
@@ -165,10 +169,8 @@ def rank_weights(subject: Subject) -> Iterator[Found]:
         subject,
         {name for name, _ in subject.model.named_parameters(remove_duplicate=False)},
         "ranks train different models, and gradients are summed at weights that they do not belong to",
-        "torch.distributed.broadcast({0}.data, src) from one rank, and find what changed it alone: a seed, a "
-        "checkpoint, an optimizer, a gradient that is not summed",
-        "if this is a part that was cut by hand, or an expert of this rank, say so: "
-        "{0}.tensor_model_parallel = True; else ",
+        "# and find what changed it alone: a seed, a checkpoint, an optimizer, a gradient that is not summed",
+        "where it is a part that was cut by hand, or an expert of its rank",
     )
 
 
@@ -179,14 +181,14 @@ def rank_buffers(subject: Subject) -> Iterator[Found]:
         subject,
         {name for name, _ in subject.model.named_buffers(remove_duplicate=False)},
         "evaluation differs from rank to rank, and a checkpoint holds those of one",
-        'leannorm.convert(model, to="sync") before training; now torch.distributed.broadcast({0}, src)',
+        '# and leannorm.convert(model, to="sync") before training, or DistributedDataParallel',
     )
 
 
-def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: str = "") -> Iterator[Found]:
+def _copies(subject: Subject, names: set[str], why: str, then: str, unknown: str = "") -> Iterator[Found]:
     """The tensors of these names that differ, by layer."""
     norms = {norm.path for norm in subject.norms}
-    layers: dict[str, list[tuple[str, str, float, bool]]] = {}
+    layers: dict[str, list[tuple[str, str, str, float, bool]]] = {}
     for name in dict.fromkeys(name for rank in subject.ranks for name in rank.held if name in names):
         tensors = [(rank.number, rank.held[name]) for rank in subject.ranks if name in rank.held]
         parts = grouped((held.part, (number, held)) for number, held in tensors)
@@ -197,19 +199,55 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: s
                 apart = (max(sizes) - min(sizes)) / max(*sizes, 1e-30)
                 apart = apart if math.isfinite(apart) else 1.0
                 by = _sides([(n, held.digest) for n, held in told], _sizes(held for _, held in told))
-                layers.setdefault(path, []).append((own, by, apart, told[0][1].known or path in norms))
+                known = told[0][1].known or path in norms
+                layers.setdefault(path, []).append((own, by, _sent(subject, path, own, told), apart, known))
                 break
     for path, several in layers.items():
-        own, by, apart, known = several[0]
-        doubt = "" if known else unknown
+        _, by, _, apart, known = several[0]
+        marked = "; ".join(f"{layer(path)}.{own}.tensor_model_parallel = True" for own, *_ in several)
+        doubt = "" if known or not unknown else f"# or {marked}  # {unknown}"
         yield Found(
             path or "(model)",
             f"{', '.join(one[0] for one in several)}: {by}",
             why,
-            (doubt + remedy).format(f"{layer(path)}.{own}"),
+            "\n".join(filter(None, [*(one[2] for one in several), doubt, then])),
             apart,
             "warning" if doubt else None,
         )
+
+
+def _sent(subject: Subject, path: str, own: str, told: Sequence[tuple[int, Held]]) -> str:
+    """The line, for all ranks that hold it, by which a tensor becomes that of most of them."""
+    whose = Counter(held.digest for _, held in told).most_common(1)[0][0]
+    source = next(number for number, held in told if held.digest == whose)
+    tensor = f"{layer(path)}.{own}.detach()" + ".to_local()" * _is_dtensors(told[0][1].part)
+    return (
+        f"torch.distributed.broadcast({tensor}, src={source}{_among(subject, [number for number, _ in told])}"
+    )
+
+
+def _among(subject: Subject, ranks: Sequence[int]) -> str:
+    """The end of a collective's call that these ranks make."""
+    if len(ranks) == len(subject.ranks):
+        return ", group=group)" if "process_group" in subject.passed else ")"
+    return f", group=group)  # group: of {ranks_in_words([*ranks])}"
+
+
+def _same_settings(norm: Norm, ranks: Sequence[Rank]) -> str:
+    """The lines that give eps and momentum their value on most ranks; other settings are made with it."""
+    told = [rank.settings[norm.name].split(", ") for rank in ranks]
+    common = set(told[0]).intersection(*told)
+    made = "# make the model by the same arguments on every rank"
+    odd = [[word.partition("=") for word in words if word not in common] for words in told]
+    usual = Counter(map(tuple, odd)).most_common(1)[0][0]
+    lines: dict[str, str] = {}
+    for name, _, value in usual:
+        if name == "eps":
+            lines[name] = f"{attribute(norm, EPS)} = {value}"
+        elif name == "momentum":
+            lines[name] = momentum_set(norm, value)
+    settled = all(len(words) == len(lines) for words in odd)
+    return "\n".join([*lines.values(), made] if settled else [made])
 
 
 @check("error", "Gradients of norms are parts of a sum", of_ranks=True)
@@ -226,21 +264,43 @@ def partial_gradients(subject: Subject) -> Iterator[Found]:
             largest[path] = max(largest.get(path, 0.0), size if math.isfinite(size) else 0.0)
     for name, parts in told.items():
         path, _, own = name.rpartition(".")
-        for copies in parts.values():
-            fault = _partial(path, own, list(copies.values()), ROUNDING * largest[path])
+        for part, copies in parts.items():
+            fault = _partial(
+                path, own, list(copies.values()), ROUNDING * largest[path], _summed(subject, part)
+            )
             if fault:
                 yield fault
                 break
 
 
-def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: float) -> Found | None:
+def _summed(subject: Subject, part: str) -> str:
+    """The line after which gradients are sums: each backward pass makes them."""
+    if _is_dtensors(part):
+        return (
+            "# weight.to_local(grad_placements=...) in its forward says that the gradient is a part of a sum"
+        )
+    if any(rank.wrapped for rank in subject.ranks):
+        end = ", group=group))  # group: of the ranks with parts of one sample"
+    else:
+        end = _among(subject, [rank.number for rank in subject.ranks]).replace(")", "))", 1)
+    return f"{{0}}.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad{end}"
+
+
+def _is_dtensors(part: str) -> bool:
+    """Does a part of a tensor, or of a gradient, belong to a mesh?"""
+    return part.partition(" ")[2] != ""
+
+
+def _partial(
+    path: str, own: str, copies: list[tuple[int, list[float]]], least: float, remedy: str
+) -> Found | None:
     lost = [number for number, values in copies if not math.isfinite(math.hypot(*values))]
     if lost:
         return Found(
             path or "(model)",
             f"not finite on {ranks_in_words(lost)}",
             f"the gradient of {own} is NaN or infinite, and cannot be compared",
-            "look at what the batch, or the dtype, makes of the pass: torch.autograd.detect_anomaly()",
+            "torch.autograd.set_detect_anomaly(True)  # the next backward pass says where",
             0.0,
             "warning",
         )
@@ -252,14 +312,17 @@ def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: 
     whole = [sum(column) for column in zip(*(values for _, values in copies), strict=True)]
     each = ", ".join(f"{math.hypot(*values):.3g}" for _, values in copies[:4])
     off = max(math.dist(values, whole) for _, values in copies) / max(math.hypot(*whole), 1e-30)
+    around = [number for number, values in copies if not any(values)]
+    if around:  # a hook would wait for those
+        remedy = f"# look at why {path} has no gradient on {ranks_in_words(around)}: all ranks are to call it"
     return Found(
         path or "(model)",
         f"off by {off:.2g} of the sum",
         f"the gradient of {own} on {ranks_in_words([n for n, _ in copies])} has the size {each}, the sum "
         f"{math.hypot(*whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and "
         "the copies part",
-        f"sum {layer(path)}.{own}.grad over these ranks after the backward pass (Megatron-LM: "
-        "sequence_parallel=True on the weight; torch: SequenceParallel)",
+        f"{remedy.format(f'{layer(path)}.{own}')}\n# by itself: sequence_parallel = True on a weight of "
+        "Megatron-LM, SequenceParallel of torch",
         off,
     )
 

@@ -10,10 +10,19 @@ from torch import Tensor
 from leannorm._batch import unwrapped
 from leannorm._catalog import Norm, norms_of
 from leannorm.report.doctor.findings import LEAST_GAP
-from leannorm.report.doctor.subject import Found, Subject, check, initial, layer, running_of, values_of
+from leannorm.report.doctor.remedy import (
+    CHECKPOINT,
+    frozen,
+    momentum_set,
+    path_to,
+    recalibrated,
+    remeasured,
+)
+from leannorm.report.doctor.subject import Found, Subject, check, initial, running_of, values_of
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_MOMENTUM = 0.5
+_AFTERWARDS = "# layers of leannorm.convert(model) are not moved by a batch that is not finite"
 
 
 @check("error", "Running statistics are not finite", "not finite")
@@ -30,8 +39,7 @@ def nonfinite_statistics(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 bad,
                 "every output in evaluation mode is NaN, and torch's layer never forgets it",
-                "leannorm.recalibrate(model, batches) measures them again; leannorm.convert(model) gives "
-                "layers that such a batch does not move",
+                CHECKPOINT if norm.kind == "frozen" else f"{remeasured(subject, norm)}\n{_AFTERWARDS}",
             )
 
 
@@ -46,7 +54,7 @@ def nonfinite_parameters(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 bad,
                 "every output of these channels is NaN, in both modes",
-                "load the last checkpoint without them, and clip gradients: torch.nn.utils.clip_grad_norm_",
+                f"{CHECKPOINT}\n# from there on clip gradients: torch.nn.utils.clip_grad_norm_",
             )
 
 
@@ -55,14 +63,13 @@ def never_updated_statistics(subject: Subject) -> Iterator[Found]:
     """Mean 0 and variance 1, as made, where others have moved or gamma has been trained.
 
     A new model in training mode has them everywhere, and a new head behind a trained model in all of the
-    head: both are as they should be. In evaluation mode a new model is one finding.
+    head: both are as they should be, where they learn. In evaluation mode a new model is one finding.
     """
-    tracked = [norm for norm in subject.norms if norm.tracks]
+    tracked = [norm for norm in subject.norms if norm.tracks and subject.reached(norm)]
     consequence = "evaluation mode normalizes by mean 0 and variance 1, which are nobody's statistics"
-    remedy = "leannorm.recalibrate(model.train(), batches)"
     if subject.fresh:
         if subject.untouched and not subject.training:
-            yield Found("(model)", len(tracked), consequence, remedy)
+            yield Found("(model)", len(tracked), consequence, remeasured(subject))
         return
     moved = [place for place, norm in enumerate(tracked) if norm.name not in subject.untouched]
     begun = {_child_of(tracked[place]) for place in moved}
@@ -72,8 +79,9 @@ def never_updated_statistics(subject: Subject) -> Iterator[Found]:
             and _child_of(norm) not in begun
             and norm.name not in subject.learned
         )
-        if norm.name in subject.untouched and not (new and subject.training):
-            yield Found(norm.name, 0, consequence, remedy)
+        learns = subject.training and subject.moves(norm)
+        if norm.name in subject.untouched and not (new and learns):
+            yield Found(norm.name, 0, consequence, remeasured(subject, norm))
 
 
 def _child_of(norm: Norm) -> str:
@@ -94,7 +102,8 @@ def half_precision_statistics(subject: Subject) -> Iterator[Found]:
                 "small updates are lost: a true mean of 100 is learned as 98 or less"
                 if moves
                 else "statistics are rounded to two or three digits",
-                "leannorm.convert(model, stats_dtype=torch.float32), before the statistics are learned",
+                "leannorm.convert(model, stats_dtype=torch.float32)"
+                "\n# what is rounded stays so until leannorm.recalibrate(model, batches) measures it again",
             )
 
 
@@ -111,14 +120,15 @@ def momentum(subject: Subject) -> Iterator[Found]:
                 value,
                 f"running statistics are {100 * value:.3g} % those of the last batch, and evaluation mode is "
                 "as noisy as one batch; other frameworks' momentum weighs the old value, torch's the new one",
-                f"{layer(norm.name)}.momentum = {round(1 - value, 6) or 0.1:g}",
+                momentum_set(norm, round(1 - value, 6) or 0.1)
+                + ("" if norm.name in subject.untouched else f"\n{remeasured(subject, norm)}"),
             )
         elif value == 0:
             yield Found(
                 norm.name,
                 value,
                 "running statistics never move",
-                f"{layer(norm.name)}.momentum = 0.1, or leannorm.freeze(model) where that is meant",
+                f"{momentum_set(norm, 0.1)}\n# or {frozen(norm)}  # where they are to stay",
                 1.0,
             )
 
@@ -132,7 +142,8 @@ def averaged_buffers(subject: Subject) -> Iterator[Found]:
     if subject.averaged is None:
         return
     core = unwrapped(subject.averaged)
-    followers = {norm.name: norm for norm in norms_of(getattr(core, "module", core))}
+    core = getattr(core, "module", core)
+    followers = {norm.name: norm for norm in norms_of(core)}
     names = {id(module): name for name, module in unwrapped(subject.model).named_modules()}
     for norm in subject.norms:
         other = followers.get(names.get(id(norm.module), "") or norm.name)
@@ -150,8 +161,10 @@ def averaged_buffers(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 gap,
                 f"parameters are averaged or copied, buffers are not: in evaluation mode it has {whose}",
-                "copy or average its buffers too, as torch's AveragedModel does, or "
-                "leannorm.recalibrate(averaged, batches)",
+                f"{path_to(core, subject.averaged, 'averaged')}.load_state_dict(dict("
+                f"{path_to(unwrapped(subject.model), subject.model, 'model')}.named_buffers()), strict=False)"
+                "  # whenever it follows\n"
+                f"# or {recalibrated(subject.averaged, 'averaged', subject.passed)}",
                 severity=None if made else "warning",
             )
 

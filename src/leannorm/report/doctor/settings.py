@@ -9,6 +9,7 @@ import torch
 
 from leannorm._catalog import Norm
 from leannorm._report import grouped
+from leannorm.report.doctor.remedy import EPS, WEIGHT, added_to, attribute, frozen, undecayed
 from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
 # an eps is another's neighbour within this factor: 1e-5 and 1e-6 stand side by side in published models
@@ -23,6 +24,7 @@ def eps(subject: Subject) -> Iterator[Found]:
     kinds = grouped((norm.kind, (norm, norm.eps)) for norm in subject.norms if norm.eps is not None)
     for norms in kinds.values():
         common = Counter(value for _, value in norms).most_common(1)[0][0]
+        borne = Counter(value for norm, value in norms if value >= _least_eps(norm)).most_common(1)
         near = sum(_ratio(value, common) <= NEIGHBOURS for _, value in norms)
         for norm, value in norms:
             least = _least_eps(norm)
@@ -34,7 +36,7 @@ def eps(subject: Subject) -> Iterator[Found]:
                     "is all rounding"
                     if value > 0
                     else "a constant channel is divided by 0",
-                    f"{layer(norm.name)}.eps = {max(common, 1e-5 if least < 1e-10 else 1e-3):g}",
+                    f"{attribute(norm, EPS)} = {_usual(borne[0][0] if borne else 0.0, least):g}",
                     -value,
                 )
                 continue
@@ -45,9 +47,15 @@ def eps(subject: Subject) -> Iterator[Found]:
                     value,
                     f"{near} of {len(norms)} {norm.kind} norms have {common:g} or near it; weights trained "
                     "with one eps give other outputs with another where variances are small",
-                    f"{layer(norm.name)}.eps = {common:g}",
+                    f"{attribute(norm, EPS)} = {common:g}"
+                    f"\n# evaluation changes; where its weights were trained with {value:g}, leave it",
                     ratio,
                 )
+
+
+def _usual(value: float, least: float) -> float:
+    """What others have, where a dtype with this least eps bears it."""
+    return value if value >= least else 1e-5 if least < 1e-10 else 1e-3
 
 
 def _ratio(one: float, other: float) -> float:
@@ -72,7 +80,7 @@ def half_frozen(subject: Subject) -> Iterator[Found]:
         return
     for norm in subject.norms:
         parameters = [p for _, p in norm.affine]
-        if not norm.tracks or not parameters:
+        if not norm.tracks or not parameters or not subject.reached(norm):
             continue
         trained = any(p.requires_grad for p in parameters)
         name = layer(norm.name)
@@ -81,7 +89,7 @@ def half_frozen(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 "statistics move, gamma and beta do not",
                 "requires_grad=False does not stop running statistics: the layer drifts from its weights",
-                "leannorm.freeze(model), which holds whatever train() says",
+                f"{frozen(norm)}  # whatever train() says",
                 1.0,
             )
         elif trained and not norm.module.training and "train" not in vars(norm.module):
@@ -89,7 +97,7 @@ def half_frozen(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 "gamma and beta move, statistics do not",
                 "gradients of gamma and beta adapt to statistics that stay as they were",
-                f"leannorm.freeze(model), or {name}.train() where the statistics are meant to move",
+                f"{frozen(norm)}\n# or {name}.train()  # where the statistics are meant to move",
                 0.5,
             )
         elif _left_out(subject, norm, parameters):
@@ -97,7 +105,8 @@ def half_frozen(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 "statistics move, gamma and beta are in no optimizer",
                 "the layer drifts away from its weights, which stay",
-                "add its parameters to the optimizer, or leannorm.freeze(model)",
+                f"{added_to(subject, [parent for parent, _, _ in norm.parents], name)}"
+                f"\n# or {frozen(norm)}  # where they are to stay",
                 1.0,
             )
 
@@ -115,13 +124,13 @@ def weight_decay(subject: Subject) -> Iterator[Found]:
     """Gamma or beta in a group of an optimizer that decays."""
     for norm in subject.norms:
         decays = [d for _, p in norm.affine if p.requires_grad and (d := subject.decayed.get(id(p), 0.0))]
-        if decays:
+        if decays and subject.reached(norm):
             yield Found(
                 norm.name,
                 max(decays),
                 "gamma and beta are pulled to 0: channels die, and larger weights in the next layer make up "
                 "for the rest; recipes leave norms out",
-                'give the norms a group of their own: {"params": norms, "weight_decay": 0.0}',
+                undecayed(subject, norm),
             )
 
 
@@ -136,10 +145,12 @@ def gamma_zero(subject: Subject) -> Iterator[Found]:
         begins = zeros == gamma.numel() and (subject.fresh or norm.name in subject.untouched)
         if zeros < max(SHARE * gamma.numel(), 1) or begins:
             continue
+        weight, offset = attribute(norm, WEIGHT), getattr(norm.module, "weight_offset", 0.0)
         yield Found(
             norm.name,
             f"{zeros} of {gamma.numel()}",
             "the output of these channels is beta, whatever the input",
-            f"torch.nn.init.ones_({layer(norm.name)}.weight), or prune the channels",
+            f"{weight}.data[{weight} == {0.0 - offset:g}] = {0.01 - offset:g}"
+            "  # they can learn again; outputs change by a hundredth of a channel",
             zeros / gamma.numel(),
         )

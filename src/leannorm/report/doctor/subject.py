@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from leannorm.report.doctor.gradients import Gradients
     from leannorm.report.doctor.ranks import Rank
 
-Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
+
+class Call(NamedTuple):
+    """A module that another calls, the one whose output it alone reads; do its running statistics move?"""
+
+    module: Module
+    source: Module | None
+    moves: bool
 
 
 SEVERITIES = ("error", "warning", "note")
@@ -42,19 +48,21 @@ class Found(NamedTuple):
 
 @dataclass
 class Subject:
-    """A model, its norms, its optimizers, and what the batches showed of each norm.
+    """A model, its norms, its optimizers by the expression that names each, what batches showed of a norm.
 
-    `averaged` is a model that follows it. `ranks`, `gradients` and `shown` have what each rank told: of
-    itself, of gamma's and beta's gradients, and of the statistics that its synchronized norms saw.
+    `passed` has the arguments of `doctor` that `recalibrate` needs, too. `averaged` is a model that follows
+    it. `ranks`, `gradients` and `shown` have what each rank told: of itself, of gamma's and beta's gradients,
+    and of the statistics that its synchronized norms saw.
     """
 
     model: Module
     norms: list[Norm]
-    optimizers: Sequence[torch.optim.Optimizer] = ()
+    optimizers: Mapping[str, torch.optim.Optimizer] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
     difference: float | None = None
     batches: int = 0
     averaged: Module | None = None
+    passed: str = ""
     ranks: Sequence[Rank] = ()
     gradients: Sequence[Gradients] = ()
     shown: Sequence[dict[str, list[float]]] = ()
@@ -67,12 +75,16 @@ class Subject:
 
     def moves(self, norm: Norm) -> bool:
         """Do the running statistics of a norm move in training?"""
-        return norm.tracks and (norm.module.training or not self.training)
+        return norm.tracks and self.reached(norm) and (norm.module.training or not self.training)
 
     def by_batch(self, norm: Norm) -> bool:
         """Does a norm normalize by what it reads, in the mode of the training?"""
         trains = norm.module.training or not self.training or not norm.tracks
-        return norm.kind != "frozen" and (norm.kind != "batch" or trains)
+        return norm.kind != "frozen" and trains and self.reached(norm)
+
+    def reached(self, norm: Norm) -> bool:
+        """Does training come to it, as far as batches show? Some models keep layers that nobody calls."""
+        return not self.seen or norm.name in self.seen
 
     def observed(self) -> Iterator[tuple[Norm, Seen]]:
         """The norms that batches have reached, with what these showed."""
@@ -98,7 +110,7 @@ class Subject:
         """The weight decay of every parameter in an optimizer, by its id."""
         return {
             id(parameter): float(group.get("weight_decay", 0.0) or 0.0)
-            for optimizer in self.optimizers
+            for optimizer in self.optimizers.values()
             for group in optimizer.param_groups
             for parameter in group["params"]
         }

@@ -59,11 +59,14 @@ def values_behind(norm: Norm, x: Tensor) -> int | None:
     each = x[0].numel() // channels
     if norm.kind == "instance":
         return each
-    samples = len(x)
+    return each * samples_behind(norm, x)
+
+
+def samples_behind(norm: Norm, x: Tensor) -> int:
+    """How many samples a statistic of a batch norm is of, in this call."""
     ghost = getattr(norm.module, "group_size", None)
-    if isinstance(ghost, int):
-        samples = min(samples, ghost)
-    return each * samples * _ranks(norm.module)
+    samples = len(x) if not x.is_nested else x.size(0)
+    return min(samples, ghost if isinstance(ghost, int) else samples) * _ranks(norm.module)
 
 
 def _ranks(module: Module) -> int:

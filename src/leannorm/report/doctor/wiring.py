@@ -10,39 +10,48 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
-from leannorm._catalog import Norm
+from leannorm._catalog import OURS, Norm
+from leannorm._report import grouped
+from leannorm.ops.running import frozen as no_update
+from leannorm.report.doctor.observe import obeys
 from leannorm.report.doctor.ranks import SYNCHRONIZED
+from leannorm.report.doctor.remedy import MEAN, added_to, attribute, remeasured
 from leannorm.report.doctor.subject import Call, Found, Subject, check, layer
 from leannorm.report.untouched import untouched
+
+_TORCHS = "torch's own layers move their statistics within no_stats_update(), too"
 
 
 @check("note", "A bias that the norm removes", "values")
 def removed_bias(subject: Subject) -> Iterator[Found]:
     """A bias of a convolution or linear layer whose output only a norm over each channel reads."""
     names = {module: name for name, module in subject.model.named_modules()}
-    calls = dict.fromkeys(call for calls in _calls(subject) for call in calls)
+    reads = dict.fromkeys((norm, call.source) for calls in _calls(subject) for norm, call in calls)
     for norm, seen in subject.observed():  # where no trace tells, a pass does
         if all(_traced(subject, parent) is None for parent, _, _ in norm.parents):
-            calls[norm, seen.source] = None
-    for norm, source in calls:
-        bias = getattr(source, "bias", None)
-        if not isinstance(source, (_ConvNd, Linear)) or not isinstance(bias, torch.Tensor):
+            reads[norm, seen.source] = None
+    for source, norms in grouped((source, norm) for norm, source in reads).items():
+        if not isinstance(source, (_ConvNd, Linear)) or source._parameters.get("bias") is None:
             continue
         channels = getattr(source, "out_channels", getattr(source, "out_features", 0))
-        if norm.channels == channels and subject.by_batch(norm):
-            name = names[source]
+        if all(norm.channels == channels and subject.by_batch(norm) for norm in norms):
+            bias = f"{layer(names[source])}.bias"
+            moved = [norm for norm in norms if norm.mean is not None and norm.name not in subject.untouched]
+            lines = [f'{attribute(norm, MEAN)} -= getattr({bias}, "data", 0)' for norm in moved]
             yield Found(
-                name,
+                names[source],
                 channels,
-                f"the norm {norm.name} subtracts it with the mean: it has no effect and no gradient, and "
-                "costs memory and a pass",
-                f"{layer(name)}.bias = None, before the optimizer is made",
+                f"the norm {' and '.join(norm.name for norm in norms)} subtracts it with the mean: it has no "
+                "effect and no gradient, and costs memory and a pass",
+                "\n".join([*lines, f"{bias} = None  # before DistributedDataParallel is made"]),
             )
 
 
@@ -57,35 +66,57 @@ def shared_norm(subject: Subject) -> Iterator[Found]:
         for parent in dict.fromkeys(parent for parent, _, _ in norm.parents):
             traced = _traced(subject, parent)
             held = sum(other is parent for other, _, _ in norm.parents)
-            calls += held if traced is None else sum(module is norm.module for module, _ in traced)
-        if calls > 1:
-            _, path, child = norm.parents[1]
+            calls += held if traced is None else sum(call.module is norm.module for call in traced)
+        if calls > 1 and subject.reached(norm):
             yield Found(
                 norm.name,
                 len(places),
                 f"it is the same layer as {', '.join(p for p in places if p != norm.name)}: its running "
                 "statistics are a mixture that fits none of its inputs",
-                f'setattr({layer(path)}, "{child}", copy.deepcopy({layer(norm.name)}))',
+                _apart(subject, norm),
             )
+
+
+def _apart(subject: Subject, norm: Norm) -> str:
+    """The lines that give each place but the first a norm of its own."""
+    lines = ["import copy"]
+    for _, path, child in norm.parents[1:]:
+        lines.append(f'setattr({layer(path)}, "{child}", copy.deepcopy({layer(norm.name)}))')
+        lines.append(added_to(subject, [norm.module], layer(f"{path}.{child}" if path else child)))
+    if norm.name not in subject.untouched:
+        lines.append(remeasured(subject, norm))
+    return "\n".join(filter(None, lines))
 
 
 @check("warning", "Called more than once a step", "calls")
 def repeated_call(subject: Subject) -> Iterator[Found]:
-    """A batch norm that one step calls more than once, in a loop or for several inputs."""
+    """A batch norm that one step calls more than once, in a loop or for several inputs.
+
+    Without calls in `no_stats_update`, where leannorm's layers do not move their statistics.
+    """
     traced: Counter[str] = Counter()
     for calls in _calls(subject):
-        traced |= Counter(norm.name for norm, _ in calls)
+        traced |= Counter(norm.name for norm, call in calls if call.moves)
     for norm in subject.norms:
         seen = subject.seen.get(norm.name)
-        times = seen.calls if seen else traced[norm.name]
+        times = seen.moves if seen else traced[norm.name]
         if times > 1 and len(norm.parents) == 1 and subject.moves(norm) and norm.module.training:
             yield Found(
                 norm.name,
                 times,
                 f"its statistics move {times} times a step, and are a mixture of all its inputs, of which "
                 "the last weighs most",
-                "one norm for each call, or leannorm.no_stats_update() around all calls but one",
+                _once(norm),
             )
+
+
+def _once(norm: Norm) -> str:
+    """What makes its statistics move once a step; of a class of its own, `no_stats_update` knows nothing."""
+    apart = "# in the forward that calls it: a norm of its own for each call"
+    still = f"{apart}, or all calls but one within leannorm.no_stats_update()"
+    if obeys(norm.module):
+        return still
+    return f"leannorm.convert(model)  # {_TORCHS}\n{still}" if type(norm.module) in OURS else apart
 
 
 @check("warning", "Ranks have statistics of their own", "layers")
@@ -104,13 +135,20 @@ def unsynchronized_buffers(subject: Subject) -> Iterator[Found]:
                 len(alone),
                 f"each of the {ranks} ranks has running statistics of its own: evaluation differs from rank "
                 "to rank, and a checkpoint holds those of one",
-                'leannorm.convert(model, to="sync") before DistributedDataParallel is made, or '
-                "broadcast_buffers=True",
+                f"{layer(name)}.broadcast_buffers = True  # evaluation is that of its first rank then\n"
+                f"# or {_shared(layer(name), dist.get_process_group_ranks(module.process_group)[0])}",
             )
 
 
-def _calls(subject: Subject) -> list[list[tuple[Norm, Module | None]]]:
-    """For every module that holds a norm over channels: its calls of such norms, with what each reads."""
+def _shared(wrapped: str, first: int) -> str:
+    """The line that makes its statistics those of all ranks, from those of the first."""
+    group = f"{wrapped}.process_group"
+    sent = f"[torch.distributed.broadcast(b, {first}, {group}) for b in {wrapped}.buffers()]"
+    return f'leannorm.convert({wrapped}, to="sync", process_group={group}); {sent}'
+
+
+def _calls(subject: Subject) -> list[list[tuple[Norm, Call]]]:
+    """For every module that holds a norm over channels: its calls of such norms."""
     by_module = {norm.module: norm for norm in subject.norms if norm.channels is not None}
     modules = dict(subject.model.named_modules())
     holders: dict[Module, None] = {}
@@ -122,9 +160,9 @@ def _calls(subject: Subject) -> list[list[tuple[Norm, Module | None]]]:
             holders[parent] = None
     return [
         [
-            (by_module[module], source)
-            for module, source in _traced(subject, holder) or ()
-            if module in by_module
+            (by_module[call.module], call)
+            for call in _traced(subject, holder) or ()
+            if call.module in by_module
         ]
         for holder in holders
     ]
@@ -137,6 +175,11 @@ class _OneLevel(torch.fx.Tracer):
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         return True
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["stays"] = no_update()
+        return node
 
 
 def _traced(subject: Subject, parent: Module) -> list[Call] | None:
@@ -160,7 +203,11 @@ def _trace(parent: Module) -> list[Call] | None:
             warnings.simplefilter("ignore")
             nodes = _OneLevel().trace(parent, concrete_args=defaults).nodes
             calls = [node for node in nodes if node.op == "call_module"]
-            return [(parent.get_submodule(str(node.target)), _source(parent, node)) for node in calls]
+            modules = [parent.get_submodule(str(node.target)) for node in calls]
+            return [
+                Call(module, _source(parent, node), not (node.meta["stays"] and obeys(module)))
+                for module, node in zip(modules, calls, strict=True)
+            ]
     except Exception:  # whatever a stranger's forward makes of a proxy
         return None
 
