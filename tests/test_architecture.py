@@ -18,7 +18,7 @@ SOURCE = Path(leannorm.__file__).parent
 ROOT = Path(__file__).parent.parent
 # what a room may import stands before it; rooms of one set do not know each other
 ORDER = [
-    {"_errors", "_torch", "_types", "_version"},
+    {"_errors", "_lazy", "_torch", "_types", "_version"},
     {"_batch", "_files", "_freed_memory", "_report", "planning"},
     {"ops"},
     {"_checks", "distributed"},
@@ -45,6 +45,8 @@ INNER = {
     ],
     "interop": [{"checkpoints", "lightning", "transformers"}, {"__init__"}],
 }
+# rooms that training needs nothing of: `later` imports them where somebody asks for a name of theirs
+LATE = ("cli", "interop.checkpoints", "program", "report", "transforms.folding")
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or p.stem != "__init__")
 
@@ -53,20 +55,21 @@ def room(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def root_names():
-    """The room behind each name that the package root offers."""
+def root_places():
+    """What stands behind each name that the package root offers."""
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom) and node.module != "typing":
             for alias in node.names:
                 path = f"{node.module}.{alias.name}".split(".")
                 assert path[0] == "leannorm"
-                yield alias.asname or alias.name, path[1]
+                yield alias.asname or alias.name, ".".join(path[1:-1] or path[1:])
         elif isinstance(node, ast.Assign):
             yield from ((target.id, "_errors") for target in node.targets)  # no room stands behind it
 
 
-ROOT_NAMES = dict(root_names())
+PLACES = dict(root_places())
+ROOT_NAMES = {name: place.split(".")[0] for name, place in PLACES.items()}
 
 
 def imported_rooms(path, text=None):
@@ -91,6 +94,98 @@ def test_imports_go_one_way(path):
     for other in imported_rooms(path):
         assert other in LEVEL, f"{here} imports {other}"
         assert other == here or LEVEL[other] < LEVEL[here], f"{here} may not import {other}"
+
+
+def is_late(module):
+    return any(f"{module}.".startswith(f"{name}.") for name in LATE)
+
+
+def late_imports(path, text=None):
+    """The imports of a late room that a file runs, with the function that they stand in."""
+
+    def visit(node, function):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        function = getattr(node, "name", function) if isinstance(node, ast.FunctionDef) else function
+        modules = []
+        if isinstance(node, ast.ImportFrom) and node.module == "leannorm":
+            modules = [f"leannorm.{PLACES.get(alias.name, alias.name)}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        for module in modules:
+            if is_late(module.removeprefix("leannorm.")):
+                yield module, function
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    return list(visit(ast.parse(text or path.read_text()), None))
+
+
+CORE = [p for p in FILES if not is_late(".".join(p.relative_to(SOURCE).with_suffix("").parts))]
+DOORS = [p for p in SOURCE.rglob("__init__.py") if "later(__name__" in p.read_text()]
+
+
+@pytest.mark.parametrize("path", [*CORE, SOURCE / "__init__.py"], ids=lambda p: str(p.relative_to(SOURCE)))
+def test_the_core_imports_no_late_room(path):
+    """A trainer's callback runs the doctor, and imports it then; `python -m leannorm` is the command."""
+    allowed = {"__main__": {None}, "lightning": {"on_train_start"}, "transformers": {"on_train_begin"}}
+    found = {function for _, function in late_imports(path)}
+    assert found <= allowed.get(path.stem, set()), late_imports(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from leannorm.program.memory import arguments", [("leannorm.program.memory.arguments", None)]),
+        ("def f():\n    from leannorm import fold", [("leannorm.transforms.folding.fold", "f")]),
+        ("import leannorm.report", [("leannorm.report", None)]),
+        ("from leannorm.transforms import folding", [("leannorm.transforms.folding", None)]),
+        ("from leannorm.compiled.report import Planned", []),
+        ("if TYPE_CHECKING:\n    from leannorm import fit", []),
+    ],
+)
+def test_an_import_of_a_late_room_is_found(text, found):
+    assert late_imports(None, text) == found
+
+
+@pytest.mark.parametrize("path", DOORS, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_type_checkers_see_what_comes_late(path):
+    """The imports that stand below `if TYPE_CHECKING` are those that `later` makes."""
+    package = ".".join(("leannorm", *path.relative_to(SOURCE).parts[:-1]))
+    tree = ast.parse(path.read_text())
+    (branches,) = (n for n in tree.body if isinstance(n, ast.If))
+    shown = {a.name: n.module for n in branches.body for a in n.names}
+    places = ast.literal_eval(branches.orelse[0].value.args[1])
+    made = {name: f"{package}.{place}".rstrip(".") for name, place in places.items()}
+    assert made == shown
+
+
+def test_an_import_loads_no_late_room_and_every_operator():
+    """An exported graph has operators by name: it must run where nobody has asked for a late room."""
+    code = """
+import sys, torch
+def here():
+    return {m for m in sys.modules if m.startswith("leannorm.")}
+def operators():
+    return {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("leannorm::")}
+import leannorm
+print(*sorted(here()), sep="\\n")
+before = operators()
+import leannorm.cli.app
+for name in leannorm.__all__:
+    getattr(leannorm, name)
+for name in leannorm.interop.__all__:
+    getattr(leannorm.interop, name)
+assert {"leannorm.report.fit", "leannorm.program", "leannorm.interop.checkpoints.files"} <= here()
+assert operators() == before, operators() - before
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = [module.removeprefix("leannorm.") for module in done.stdout.split()]
+    assert "saving.context" in loaded
+    assert not [module for module in loaded if is_late(module) or module.startswith("interop")]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +309,10 @@ def modules():
 
 @pytest.mark.parametrize("module", modules(), ids=lambda m: m.__name__)
 def test_exports_are_complete_sorted_and_documented(module):
+    assert all(hasattr(module, name) for name in module.__all__)  # some come with their first use
     public = {k for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, type(sys))}
     rooms = {m.name for m in pkgutil.iter_modules(module.__path__)}
-    assert set(module.__all__) - rooms == public - rooms - {"annotations"}
+    assert set(module.__all__) - rooms == public - rooms - {"annotations", "later", "TYPE_CHECKING"}
     assert list(module.__all__) == sorted(module.__all__)
     for name in module.__all__:
         assert getattr(module, name).__doc__, name

@@ -76,6 +76,35 @@ for name in {names}:
     assert (done.stdout, done.stderr) == ("", "")
 
 
+def test_a_name_that_comes_late_is_like_any_other():
+    code = """
+import pickle
+from leannorm import doctor, FitReport
+import leannorm, torch
+from leannorm import *
+assert leannorm.doctor is doctor and bench is leannorm.bench and program.fork is leannorm.program.fork
+assert leannorm.fold is leannorm.transforms.fold is transforms.folding.fold.fold
+for value in (doctor, FitReport, leannorm.fold, leannorm.interop.load, leannorm.transforms.FoldReport):
+    assert pickle.loads(pickle.dumps(value)) is value
+import leannorm.interop.lightning as lightning
+assert leannorm.interop.lightning is lightning
+for package in (leannorm, transforms, interop, leannorm.report):
+    try:
+        package.folds
+    except AttributeError as error:
+        assert str(error) == f"module '{package.__name__}' has no attribute 'folds'", error
+    else:
+        raise AssertionError(package)
+
+@torch.compile(backend="eager", fullgraph=True)
+def step(x):
+    return leannorm.functional.layer_norm(x, (4,)) if isinstance(x, leannorm.MemoryReport) else x + 1
+assert step(torch.zeros(1)).item() == 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("name", leannorm.nn.__all__)
 def test_help_of_forward_says_what_the_layer_does(name):
     forward = getattr(leannorm.nn, name).forward

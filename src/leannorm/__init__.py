@@ -19,10 +19,12 @@ Errors            LeannormError: InputError, DtypeError, FoldError, SyncError, B
                   MissingDependencyError
 """
 
+from typing import TYPE_CHECKING
+
 from leannorm import _torch as _torch  # first: says in one line which torch is too old
 
 # isort: split
-from leannorm import distributed, functional, interop, nn, program, transforms
+from leannorm import distributed, functional, nn, transforms
 from leannorm._errors import (
     BackendUnavailableError,
     DtypeError,
@@ -33,28 +35,44 @@ from leannorm._errors import (
     SyncError,
 )
 from leannorm._freed_memory import FreedMemory, keep_freed_memory
+from leannorm._lazy import later
 from leannorm._version import __version__ as __version__
 from leannorm.compiled import compile_options
 from leannorm.nn.lengths import conv_lengths
 from leannorm.ops.running import no_stats_update
 from leannorm.ops.select import backends, use_backend
-from leannorm.report.bench import BenchReport, bench
-from leannorm.report.doctor.examine import doctor
-from leannorm.report.doctor.findings import DoctorReport
-from leannorm.report.fit import FitReport, fit
-from leannorm.report.memory_report import MemoryReport
-from leannorm.report.profile import profile
 from leannorm.saving import lean, make_lean, unmake_lean
-from leannorm.transforms import (
-    FoldReport,
-    RecalibrationReport,
-    accumulate_stats,
-    convert,
-    fold,
-    freeze,
-    recalibrate,
-    unfreeze,
-)
+from leannorm.transforms import RecalibrationReport, accumulate_stats, convert, freeze, recalibrate, unfreeze
+
+if TYPE_CHECKING:
+    from leannorm import interop, program
+    from leannorm import report as report
+    from leannorm.report.bench import BenchReport, bench
+    from leannorm.report.doctor.examine import doctor
+    from leannorm.report.doctor.findings import DoctorReport
+    from leannorm.report.fit import FitReport, fit
+    from leannorm.report.memory_report import MemoryReport
+    from leannorm.report.profile import profile
+    from leannorm.transforms.folding.fold import FoldReport, fold
+else:
+    __getattr__ = later(
+        __name__,
+        {
+            "interop": "",
+            "program": "",
+            "report": "",
+            "BenchReport": "report.bench",
+            "bench": "report.bench",
+            "doctor": "report.doctor.examine",
+            "DoctorReport": "report.doctor.findings",
+            "FitReport": "report.fit",
+            "fit": "report.fit",
+            "MemoryReport": "report.memory_report",
+            "profile": "report.profile",
+            "FoldReport": "transforms.folding.fold",
+            "fold": "transforms.folding.fold",
+        },
+    )
 
 __all__ = [
     "BackendUnavailableError",

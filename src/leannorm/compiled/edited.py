@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from leannorm.compiled import operators
-from leannorm.program.memory import written_by
+from leannorm.functional.graphs import written_by
 
 
 def readers(graph: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:

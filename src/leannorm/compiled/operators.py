@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from leannorm.program.memory import arguments
+from leannorm.functional.graphs import arguments
 from leannorm.saving.rates import Rates
 
 _aten, _prims = torch.ops.aten, torch.ops.prims

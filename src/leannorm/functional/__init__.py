@@ -1,5 +1,6 @@
 """Norms as functions: checks, then one call."""
 
+from leannorm.functional import cumulative as _cumulative  # noqa: F401  # declares an operator
 from leannorm.functional.batch import batch_norm, batch_norm_act
 from leannorm.functional.conv import conv_batch_norm
 from leannorm.functional.gated import gated_rms_norm

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import MissingDependencyError
-from leannorm.report.doctor.examine import doctor
 from leannorm.saving import lean
 from leannorm.transforms import convert
 
@@ -119,6 +118,8 @@ def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
             self.report: Any = None
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            from leannorm.report.doctor.examine import doctor
+
             model = pl_module if trainer.model is None or batches is not None else trainer.model
             self.report = doctor(model, batches, optimizer=trainer.optimizers, forward=forward)
             if trainer.is_global_zero and not self.report:

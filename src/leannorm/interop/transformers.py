@@ -7,8 +7,6 @@ from typing import Any, Literal
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import MissingDependencyError
-from leannorm.report.doctor.examine import doctor
-from leannorm.report.untouched import untouched
 from leannorm.saving import lean, make_lean, unmake_lean
 from leannorm.saving.models import last_pass
 
@@ -83,6 +81,9 @@ def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
             self.report: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            from leannorm.report.doctor.examine import doctor
+            from leannorm.report.untouched import untouched
+
             model, optimizer = kwargs["model"], kwargs.get("optimizer")
             with untouched(model, parameters=False):
                 model.train()

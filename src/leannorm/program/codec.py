@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import InputError
-from leannorm.program.memory import attribute
+from leannorm.functional.graphs import attribute
 
 LIBRARIES = ("aten", "prims", "leannorm", "torchvision")
 _REFUSED = ("aten::from_file",)  # opens a file by name

@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from leannorm import _checks
 from leannorm._batch import inputs_of
 from leannorm._errors import InputError
-from leannorm.functional.declare import declare, like_first
 from leannorm.functional.exporter import export
 from leannorm.program.join import INFER, TRAIN, join
 from leannorm.program.program import Program
@@ -88,24 +87,6 @@ def _counters_stay_on_the_device(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             del vars(layer)["forward"]
-
-
-def _torchs_cumulative(
-    x: Tensor, mean: Tensor | None, var: Tensor | None, tracked: Tensor, *affine_and_eps: Any
-) -> Tensor:
-    """A training step of torch's own layer with momentum=None, which reads its counter on the host."""
-    weight, bias, eps = affine_and_eps
-    tracked.add_(1)
-    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, True, 1.0 / float(tracked), eps)
-
-
-declare(
-    "cumulative_batch_norm(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
-    " Tensor(c!) num_batches_tracked, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-    _torchs_cumulative,
-    like_first,
-    lambda arguments: True,
-)
 
 
 def _cumulative(layer: _BatchNorm, x: Tensor) -> Tensor:

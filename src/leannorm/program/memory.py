@@ -1,9 +1,8 @@
 """Which nodes of an exported graph are aliases of the same memory, and to which memory each node writes.
 
 torch.export gives every node a fake value, and fake values that share memory share one storage. The
-operators' schemas declare further results that may be views, and the arguments that are written to. For a few
-operators the schema is not enough: a norm writes its running statistics only if it uses the batch's
-(`functional/declare.py` says when), and dropout may return its input.
+operators' schemas declare further results that may be views; dropout may return its input, which its schema
+does not say. What a call writes, `functional/graphs.py` says.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from leannorm.functional.declare import NORMS, written_by_schema
+from leannorm.functional.graphs import arguments, attribute, nodes_in, written_by
 
 # of (input, p, train): they return the input itself if `train` is False
 _DROPOUTS = {"aten::dropout", "aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"}
@@ -61,48 +60,21 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     if not isinstance(target, torch._ops.OpOverload):
         return []
     if target._schema.name in _DROPOUTS:
-        return [] if node.args[2] else _nodes(node.args[0])
+        return [] if node.args[2] else nodes_in(node.args[0])
     views = {s for r in target._schema.returns if r.alias_info for s in r.alias_info.before_set}
     named = arguments(node)
     return [
         n
         for argument in target._schema.arguments
         if argument.alias_info is not None and views & argument.alias_info.before_set
-        for n in _nodes(named.get(argument.name))
+        for n in nodes_in(named.get(argument.name))
     ]
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator's call writes into."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    name, named = target._schema.name, arguments(node)
-    if name == "aten::detach_":  # its schema declares a write, but it changes no memory
-        return []
-    norm = NORMS.get(name)
-    if norm is not None and not norm.by_batch(named):
-        return []
-    names = written_by_schema(target) if norm is None else norm.statistics
-    return [n for name in names for n in _nodes(named.get(name))]
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an operator's call by name, defaults included."""
-    target: Any = node.target
-    named = zip(target._schema.arguments, node.args, strict=False)
-    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    return defaults | {a.name: v for a, v in named} | dict(node.kwargs)
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    return [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
 
 
 def submodules(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order operator runs (a no_grad block, the branches of a condition)."""
     root: Any = node.graph.owning_module
-    return [root.get_submodule(n.target) for n in _nodes(node.args) if n.op == "get_attr" and is_graph(n)]
+    return [root.get_submodule(n.target) for n in nodes_in(node.args) if n.op == "get_attr" and is_graph(n)]
 
 
 def is_graph(node: fx.Node) -> bool:
@@ -110,15 +82,8 @@ def is_graph(node: fx.Node) -> bool:
     return isinstance(attribute(node.graph.owning_module, str(node.target)), fx.GraphModule)
 
 
-def attribute(root: Any, path: str) -> Any:
-    """What stands under a dotted name; None where nothing does."""
-    for part in path.split("."):
-        root = getattr(root, part, None)
-    return root
-
-
 def _written_inside(node: fx.Node) -> list[fx.Node]:
-    operands = [n for n in _nodes(node.args) if not (n.op == "get_attr" and is_graph(n))]
+    operands = [n for n in nodes_in(node.args) if not (n.op == "get_attr" and is_graph(n))]
     changed = []
     for module in submodules(node):
         memory = GraphMemory(module.graph)

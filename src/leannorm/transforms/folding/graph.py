@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from leannorm.functional.graphs import attribute
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.program.memory import attribute
 from leannorm.transforms.folding.arithmetic import Affine, affine, into_layer_after, into_layer_before
 from leannorm.transforms.folding.match import Fold, NormCall, Skip, find
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from leannorm.functional.declare import NORMS, AffineNames
-from leannorm.program.memory import arguments
+from leannorm.functional.graphs import arguments
 
 # operator -> its kind, and the number of dims of an input whose features are on dim 1
 _LAYERS = {
