@@ -100,6 +100,7 @@ class Ledger:
         """Add what a recorded pass saved, with the bytes of each storage."""
         self._plain = [*self._plain, *rows]
         self._closed = None
+
     def is_mostly_gone(self) -> bool:
         """Are most values gone? In a forward pass nearly all live as long as its result does."""
         alive = sum(1 for _ in self.values())
