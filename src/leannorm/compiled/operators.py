@@ -1,7 +1,8 @@
 """What the compiler does with an operator, and the price of running it: by schema, a table, and shapes.
 
-The table is `OPERATORS` of saving/operators.py, which says what the kinds mean. What is "fused" lies in memory
-only where a reader is no kernel that computes element by element. What nothing is known about never runs again.
+The table is `OPERATORS` of saving/operators.py, which says what the kinds mean. What is "fused" lies in
+memory only where a reader is no kernel that computes element by element. What nothing is known about never
+runs again.
 """
 
 from __future__ import annotations
