@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, JsonFile, Model, tell
+from leannorm.cli.options import Budgets, Dtype, JsonFile, Model, Peaks, tell
 
 
 def fit(
@@ -21,8 +21,10 @@ def fit(
         ),
     ] = ["3x224x224"],  # noqa: B006  # typer needs a list as the default
     optimizer: Annotated[
-        str, typer.Option(help="The optimizer whose state is counted: sgd, momentum or adam.")
+        str, typer.Option(help="The optimizer whose state is counted: sgd, momentum, adam or adamw.")
     ] = "adam",
+    budget: Budgets = [],  # noqa: B006  # typer needs a list as the default
+    peak: Peaks = [],  # noqa: B006
     dtype: Dtype = "float32",
     json: JsonFile = None,
 ) -> None:
@@ -42,6 +44,12 @@ def fit(
     sample = made(specs_of(input), kind, "meta")
     with Console().status(Text(f"making {model}")) as status:
         report = largest(
-            lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=status.update
+            lambda: model_named(model).to(kind),
+            sample,
+            memory,
+            recompute=["norm", "conv", *(f"peak {n}" for n in peak)],
+            budgets=budget,
+            optimizer=optimizer,
+            progress=status.update,
         )
     tell(report, json, passes=any(one.batch for one in report.fits))

@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import PackedSequence
 from leannorm._batch import batches_of, call, unwrapped
 from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
+from leannorm._untouched import random_state, untouched
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
 from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
-from leannorm.report.untouched import random_state, untouched
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8

@@ -12,14 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
 from leannorm._catalog import Norm
+from leannorm._untouched import untouched
 from leannorm.report.doctor.ranks import SYNCHRONIZED
 from leannorm.report.doctor.subject import Call, Found, Subject, check, layer
-from leannorm.report.untouched import untouched
 
 
 @check("note", "A bias that the norm removes", "values")
@@ -156,13 +157,17 @@ def _trace(parent: Module) -> list[Call] | None:
             for name, parameter in signature.parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
-        with warnings.catch_warnings(), untouched(parent, parameters=False), torch.no_grad():
+        with warnings.catch_warnings(), untouched(parent, _without_memory), torch.no_grad():
             warnings.simplefilter("ignore")
             nodes = _OneLevel().trace(parent, concrete_args=defaults).nodes
             calls = [node for node in nodes if node.op == "call_module"]
             return [(parent.get_submodule(str(node.target)), _source(parent, node)) for node in calls]
     except Exception:  # whatever a stranger's forward makes of a proxy
         return None
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _source(parent: Module, node: torch.fx.Node) -> Module | None:
