@@ -21,7 +21,7 @@ ORDER = [
     {"_errors", "_torch", "_types", "_version"},
     {"_batch", "_files", "_freed_memory", "_report", "planning"},
     {"ops"},
-    {"_checks", "distributed"},
+    {"_checks", "_untouched", "distributed"},
     {"autograd"},
     {"functional"},
     {"nn"},

@@ -91,7 +91,8 @@ OPERATORS: dict[str, Operator] = {
     **_rows("empty", "empty_like"),
     **_rows(
         "once",
-        "empty empty_strided new_empty new_empty_strided empty_permuted set_ resize_ resize_as_ detach_ _local_scalar_dense _resize_output_",
+        "empty empty_strided new_empty new_empty_strided empty_permuted set_ resize_ resize_as_ detach_"
+        " _local_scalar_dense _resize_output_",
     ),
     **_rows(
         "pass",

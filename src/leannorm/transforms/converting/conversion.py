@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -24,6 +23,7 @@ from leannorm import _checks
 from leannorm._catalog import TORCHS, name_of, norms_of, torchs_kind
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report
+from leannorm._untouched import left_alone, untouched
 from leannorm.nn._layer import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING, Synchronized
@@ -105,8 +105,9 @@ def convert(
         raise InputError('stats_dtype is for layers of leannorm, got to="torch"; leave it out')
     _checks.stats_dtype(stats_dtype)
     left: dict[str, list[str]] = defaultdict(list)
-    with _all_or_nothing(model):
+    with untouched(model, left_alone) as undo:
         _swap(model, to, process_group, fuse, left)
+        undo.pop_all()
     converted = any(_is_ours(m) or hasattr(type(m), "unfused") for m in model.modules())
     if to == "leannorm" and not left and not converted:
         warnings.warn(
@@ -156,7 +157,7 @@ def preview(
     left: dict[str, list[str]] = defaultdict(list)
     names = {name or "the model itself": module for name, module in model.named_modules()}
     before, swapped = {name: type(module) for name, module in names.items()}, {}
-    with _all_or_nothing(model, dry_run=True):
+    with untouched(model, left_alone):
         _swap(model, to, process_group, fuse, left)
         for name, module in names.items():
             if type(module) is not before[name]:
@@ -317,18 +318,3 @@ def _undo_swap(module: Module) -> bool:
 def _is_ours(module: Module) -> bool:
     """Is its class, or a base of it, leannorm's?"""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
-
-
-@contextmanager
-def _all_or_nothing(model: Module, dry_run: bool = False) -> Iterator[None]:
-    """After any exception, and after a dry run, restore the class and the attributes of every module."""
-    before = [(m, type(m), dict(vars(m))) for m in model.modules()]
-    undo = True
-    try:
-        yield
-        undo = dry_run
-    finally:
-        for module, cls, attributes in before if undo else ():
-            object.__setattr__(module, "__class__", cls)
-            vars(module).clear()
-            vars(module).update(attributes)
