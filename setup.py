@@ -15,10 +15,12 @@ import hashlib
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -49,6 +51,31 @@ NODE_FLAGS = ["-std=c++20", "-O1", "-finline-small-functions", "-g0", "-fPIC", "
 
 
 here = Path(__file__).parent
+
+
+class Torch(NamedTuple):
+    """The torch that is built for: its folder, its release, and the commit of that."""
+
+    root: Path
+    release: str
+    commit: str
+
+    @classmethod
+    def find(cls) -> Torch:
+        """Of the environment that is installed into, also where pip isolates the build from it.
+
+        pip does so by PYTHONPATH alone: the same Python that does not read it is of that environment.
+        """
+        tell = "import torch; print(torch.__file__, torch.__version__, torch.version.git_version, sep='\\n')"
+        for options in ((), ("-E",)):
+            command = [sys.executable, *options, "-c", tell]
+            told = subprocess.run(command, cwd=sys.prefix, capture_output=True, text=True)
+            if told.returncode == 0:
+                file, release, commit = told.stdout.splitlines()[-3:]
+                if tuple(int(part) for part in release.split("+")[0].split(".")[:2]) < (2, 10):
+                    raise BuildError(f"building needs torch >= 2.10 for its stable ABI, found {release}")
+                return cls(Path(file).parent, release, commit)
+        raise BuildError("no torch was found while building; install torch, then with --no-build-isolation")
 
 
 def assigned_in(source: str) -> dict[str, ast.expr]:
@@ -100,9 +127,8 @@ class BuildKernels(build_ext):
                 target.write_bytes(file.read_bytes())
 
     def build_extension(self, ext: Extension) -> None:
-        torch_root = self._torch_root()
-        include = torch_root / "include"
-        flags = [*FLAGS, f"-I{include}", f'-DLEANNORM_SCHEMAS="{self._schema_digest()}"']
+        torch = Torch.find()
+        flags = [*FLAGS, f"-I{torch.root / 'include'}", f'-DLEANNORM_SCHEMAS="{self._schema_digest()}"']
         jobs = [
             (source, instructions)
             for source in ext.sources
@@ -123,20 +149,20 @@ class BuildKernels(build_ext):
             )[0]
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            nodes = pool.submit(self._build_nodes, torch_root, Path(self.get_ext_fullpath(ext.name)))
+            nodes = pool.submit(self._build_nodes, torch, Path(self.get_ext_fullpath(ext.name)))
             objects = list(pool.map(compiled, jobs))
         nodes.result()
         apple = sys.platform == "darwin"
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
-            library_dirs=[str(torch_root / "lib")],
+            library_dirs=[str(torch.root / "lib")],
             libraries=["torch_cpu"],
             extra_postargs=["-undefined", "dynamic_lookup"] if apple else ["-Wl,--as-needed"],
             target_lang="c++",
         )
 
-    def _build_nodes(self, torch_root: Path, library: Path) -> None:
+    def _build_nodes(self, torch: Torch, library: Path) -> None:
         """The autograd nodes, or a note that says why there are none."""
         target = library.with_name("_nodes.so")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -149,20 +175,20 @@ class BuildKernels(build_ext):
                 [NODES],
                 output_dir=os.path.join(self.build_temp, "nodes"),
                 include_dirs=[
-                    str(torch_root / "include"),
-                    str(torch_root / "include/torch/csrc/api/include"),
+                    str(torch.root / "include"),
+                    str(torch.root / "include/torch/csrc/api/include"),
                     sysconfig.get_path("include"),
                 ],
                 extra_postargs=[
                     *NODE_FLAGS,
-                    f'-DLEANNORM_NODES="{self._built_for()}"',
+                    f'-DLEANNORM_NODES="{self._built_for(torch)}"',
                     *shlex.split(os.environ.get("CXXFLAGS", "")),
                 ],
             )
             self.compiler.link_shared_object(
                 objects,
                 str(target),
-                library_dirs=[str(torch_root / "lib")],
+                library_dirs=[str(torch.root / "lib")],
                 libraries=["torch_cpu", "torch_python", "c10"],
                 extra_postargs=["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [],
                 target_lang="c++",
@@ -171,12 +197,10 @@ class BuildKernels(build_ext):
             target.unlink(missing_ok=True)
             target.with_suffix(".reason").write_text(" ".join(str(error).split()) + "\n")
 
-    def _built_for(self) -> str:
+    def _built_for(self, torch: Torch) -> str:
         """As autograd/nodes.py says it."""
-        import torch
-
         interface = ast.literal_eval(assigned_in("src/leannorm/autograd/nodes.py")["INTERFACE"])
-        releases = torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
+        releases = torch.release, torch.commit, sysconfig.get_config_var("SOABI")
         return f"{interface} torch {' '.join(releases)} {self._schema_digest()}"
 
     @staticmethod
@@ -189,19 +213,6 @@ class BuildKernels(build_ext):
             for schema in ast.literal_eval(assigned[name])
         ]
         return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]
-
-    @staticmethod
-    def _torch_root() -> Path:
-        try:
-            import torch
-        except ImportError as error:
-            raise BuildError(
-                "torch could not be imported while building; install with --no-build-isolation"
-            ) from error
-        release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-        if release < (2, 10):
-            raise BuildError(f"building needs torch >= 2.10 for its stable ABI, found {torch.__version__}")
-        return Path(torch.__file__).parent
 
 
 class PlatformWheel(bdist_wheel):

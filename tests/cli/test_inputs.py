@@ -185,7 +185,7 @@ WRONG = {
     "recalibrate": (lambda: leannorm.recalibrate(42, X), f"recalibrate {NO_MODEL}int"),
     "accumulate": (lambda: leannorm.accumulate_stats(42).__enter__(), f"accumulate_stats {NO_MODEL}int"),
     "fold": (lambda: leannorm.fold(42, X), "fold takes a module or a program, got int"),
-    "fit": (lambda: leannorm.fit(net(), (3, 8, 8), "1MB"), "make is a function that makes the model"),
+    "fit": (lambda: leannorm.fit(42, (3, 8, 8), "1MB"), "fit takes a model, or a function that makes it"),
     "a part": (lambda: leannorm.freeze(net(), match="backbone"), "it is of none; their names are '1'"),
     "a match": (lambda: leannorm.freeze(net(), match=3), "match must be a part's name or a function"),
     "no batches": (lambda: leannorm.recalibrate(net(), None), "batches must be a tensor, a tuple, a mapping"),

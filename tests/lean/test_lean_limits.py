@@ -343,3 +343,36 @@ def test_a_weight_that_was_freed_is_told_from_one_that_is_there(make):
     model[0].weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="freed since the forward pass"):
         loss.backward()
+
+
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.norm, self.factor = nn.LayerNorm(8), factor
+
+    def forward(self, x):
+        return self.norm(x) * self.factor
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda model: model._replicate_for_data_parallel()])
+@pytest.mark.parametrize("undone", ["model", "twin", "gone"])
+def test_a_shallow_copy_is_lean_by_itself(undone, copied):
+    model, x = make_lean(Times(1.0)), torch.randn(4, 8)
+    want = torch.nn.functional.layer_norm(x, (8,))
+    twin, third = copied(model), copied(model)
+    for m, factor in ((twin, 2.0), (third, 3.0)):
+        m.factor, m.norm = factor, model.norm
+    if undone == "gone":
+        m = twin = third = None
+        model = copied(model)
+        gc.collect()
+        assert torch.equal(model.forward(x), want)
+        assert torch.equal(copy.deepcopy(model)(x), want)
+        return
+    unmake_lean(model if undone == "model" else twin)
+    for m, factor in ((model, 1.0), (twin, 2.0), (third, 3.0)):
+        assert torch.equal(m(x), want * factor)
+    assert ("forward" in vars(model), "forward" in vars(twin)) == (undone == "twin", undone == "model")
+    unmake_lean(twin if undone == "model" else model)
+    assert torch.equal(third.forward(x), want * 3)
+    assert not unmake_lean(third)._forward_pre_hooks

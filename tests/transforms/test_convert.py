@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from torch import nn as stock
-from torch.nn.utils import parametrize
 
 from leannorm import InputError, convert, nn
 from leannorm.transforms.converting import classes as norm_classes
@@ -109,10 +108,6 @@ LEFT = {
     "lazy": (stock.LazyBatchNorm2d, "without a size yet"),
     "momentum": (lambda: stock.BatchNorm2d(4, momentum=1.5), "momentum is 1.5"),
     "eps": (lambda: stock.BatchNorm2d(4, eps=0.0), "eps is 0.0"),
-    "parametrized": (
-        lambda: parametrize.register_parametrization(stock.LayerNorm(4), "weight", stock.Softplus()),
-        "is not known",
-    ),
 }
 
 

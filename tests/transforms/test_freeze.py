@@ -120,6 +120,59 @@ def test_copies_are_frozen_and_by_themselves(name):
     assert not any(m.training for m in norms(model.train()))
 
 
+def parametrized():
+    return stock.utils.parametrizations.weight_norm(nn.BatchNorm2d(8), "weight", dim=None)
+
+
+def attributes_copied(layer):
+    twin = type(layer).__new__(type(layer))
+    vars(twin).update(vars(layer))
+    return twin
+
+
+SHALLOW = {
+    "copy": copy.copy,
+    "copy of a copy": lambda layer: copy.copy(copy.copy(layer)),
+    "replica": lambda layer: layer._replicate_for_data_parallel(),
+    "attributes": attributes_copied,
+}
+
+
+@pytest.mark.parametrize("copied", SHALLOW)
+@pytest.mark.parametrize("name", [*NETWORKS, "parametrized"])
+def test_a_shallow_copy_is_by_itself(name, copied):
+    layer = parametrized() if name == "parametrized" else norms(NETWORKS[name]())[0]
+    before = sorted(vars(layer))
+    leannorm.freeze(layer)
+    if name == "parametrized" and "copy" in copied:
+        with pytest.raises(RuntimeError, match="Serialization of parametrized"):  # as of one that trains
+            SHALLOW[copied](layer)
+        return
+    for first in (0, 1):
+        pair = [layer, SHALLOW[copied](layer)]
+        assert all(m.training is False and "train" in vars(m) for m in pair)
+        if copied != "attributes":
+            pair[1].train(False)  # is the mode of the copy alone
+        leannorm.unfreeze(pair[first])
+        assert ["train" in vars(m) for m in pair] == [first == 1, first == 0]
+        assert not pair[1 - first].training
+        assert pair[0].train().training == (first == 0)
+        leannorm.unfreeze(pair[1 - first])
+        assert sorted(vars(layer)) == before
+        assert layer.training
+        leannorm.freeze(layer)
+
+
+@pytest.mark.parametrize("copied", ["copy", "copy of a copy", "replica"])
+def test_a_shallow_copy_with_frozen_parameters_has_its_mode(copied):
+    layer = leannorm.freeze(nn.BatchNorm2d(8), statistics=False)
+    twin = SHALLOW[copied](layer)
+    twin.eval()
+    assert (layer.training, twin.training) == (True, False)
+    layer.eval(), twin.train()
+    assert (layer.training, twin.training) == (False, True)
+
+
 def test_statistics_alone_and_affine_alone():
     x = torch.randn(4, 3, 8, 8) + 1
     model = leannorm.freeze(network(), affine=False)

@@ -80,18 +80,6 @@ def test_complex_parameters_stay_with_torch():
     assert torch.equal(leannorm.convert(layer)(x), expected)
 
 
-class Twice(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def test_a_layer_that_was_parametrized_since_keeps_its_class():
-    layer, x = leannorm.convert(nn.LayerNorm(8)), torch.randn(3, 8)
-    nn.utils.parametrize.register_parametrization(layer, "weight", Twice())
-    expected = layer(x)
-    assert torch.equal(leannorm.convert(layer, to="torch")(x), expected)
-
-
 def test_recalibrate_reads_what_the_layers_own_hooks_make():
     model = nn.Sequential(nn.BatchNorm1d(4, affine=False))
     model[0].register_forward_pre_hook(lambda layer, args: (args[0] * 3 + 1,))

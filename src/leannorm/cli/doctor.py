@@ -16,7 +16,7 @@ def doctor(
     data: Annotated[
         str,
         typer.Option(
-            help="Run batches of the model's data, as doctor() takes them.", metavar="package.module:callable"
+            help="Run batches of the model's data, as doctor() takes them.", metavar="mydata.py:batches"
         ),
     ] = "",
     fail_on: Annotated[
@@ -35,7 +35,7 @@ def doctor(
 ) -> None:
     """Look for what is wrong in a model's norm layers; exit status 1 for findings (see --fail-on).
 
-    A package.module:callable may load weights. What a batch's values tell (the gap between the modes, dead
+    A function that makes MODEL may load weights. What a batch's values tell (the gap between the modes, dead
     channels, padding) is asked of --data alone: of random values it says nothing. Where MODEL joins a job of
     several ranks, as under torchrun, ranks are compared, and rank 0 tells what is found.
     """

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, JsonFile, Model, tell, under_way
+from leannorm.cli.options import Budgets, Dtype, JsonFile, Model, Peaks, tell, under_way
 
 
 def fit(
@@ -21,8 +21,10 @@ def fit(
         ),
     ] = ["3x224x224"],  # noqa: B006  # typer needs a list as the default
     optimizer: Annotated[
-        str, typer.Option(help="The optimizer whose state is counted: sgd, momentum or adam.")
+        str, typer.Option(help="The optimizer whose state is counted: sgd, momentum, adam or adamw.")
     ] = "adam",
+    budget: Budgets = [],  # noqa: B006  # typer needs a list as the default
+    peak: Peaks = [],  # noqa: B006
     dtype: Dtype = "float32",
     json: JsonFile = None,
 ) -> None:
@@ -39,6 +41,12 @@ def fit(
     sample = made(specs_of(input), kind, "meta")
     with under_way(f"making {model}") as say:
         report = largest(
-            lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=say
+            lambda: model_named(model).to(kind),
+            sample,
+            memory,
+            recompute=["norm", "conv", *(f"peak {n}" for n in peak)],
+            budgets=budget,
+            optimizer=optimizer,
+            progress=say,
         )
     tell(report, json, passes=any(one.batch for one in report.fits))

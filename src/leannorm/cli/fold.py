@@ -12,7 +12,10 @@ from leannorm.cli.options import Inputs, JsonFile, tell, terminal
 
 def fold(
     model: Annotated[
-        str, typer.Argument(help="A program's file (.pt2), or timm:NAME, torchvision:NAME, ...")
+        str,
+        typer.Argument(
+            help="A program's file (.pt2), or timm:NAME, package.module:callable, mymodel.py:make, ..."
+        ),
     ],
     input: Inputs = ["2x3x224x224"],  # noqa: B006  # typer needs a list as the default
     output: Annotated[
@@ -43,7 +46,7 @@ def fold(
     is_file, inputs = Path(model).is_file(), None
     specs_of(input)
     if not is_file and (model.endswith(".pt2") or ":" not in model):
-        raise InputError(f"there is no file {model!r}; a model is named timm:NAME or package.module:callable")
+        raise InputError(f"there is no file {model!r}; a model is named timm:NAME or mymodel.py:make")
     try:
         with console.status(Text(f"folding {model}")), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fold folded nothing")  # the report says so

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from leannorm.cli.options import Inputs, JsonFile, terminal
+from leannorm.cli.options import Inputs, JsonFile, Model, terminal
 
 
 def fork(
-    model: Annotated[str, typer.Argument(help="timm:NAME, torchvision:NAME or package.module:callable.")],
+    model: Model,
     input: Inputs = ["2x3x224x224"],  # noqa: B006  # typer needs a list as the default
     any_batch: Annotated[bool, typer.Option(help="Let the batch size vary.")] = True,
     output: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from leannorm._batch import inputs_of
 from leannorm._errors import InputError
+from leannorm._untouched import untouched
 from leannorm.cli.models import in_one_line
 
 FLOATS = {
@@ -105,14 +105,14 @@ def dtype_named(text: str) -> torch.dtype:
 def tried(
     model: nn.Module, texts: Sequence[str], spec: str, device: str = "cpu", dtype: str = "float32"
 ) -> Any:
-    """Random inputs as they were typed, which a copy of the model has taken once.
+    """Random inputs as they were typed, which the model has taken once; it is as it was.
 
     Raises InputError with the model's own words if it does not take them.
     """
     inputs = made(specs_of(texts), dtype_named(dtype), device)
     try:
-        with torch.random.fork_rng(), torch.no_grad():
-            inputs_of(inputs).copied().call(copy.deepcopy(model))
+        with untouched(model), torch.no_grad():
+            inputs_of(inputs).copied().call(model)
     except Exception as error:
         raise InputError(
             f"{spec} does not take --input {' --input '.join(texts)}: {in_one_line(error)}{_hint(error)}"

@@ -1,20 +1,23 @@
-"""Models by name: `timm:NAME`, `torchvision:NAME`, `hf:TYPE`, `package.module:callable`."""
+"""Models by name: `timm:NAME`, `torchvision:NAME`, `hf:TYPE`, `package.module:callable`, `my.py:callable`."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
 
 from torch import nn
 
 from leannorm._errors import InputError, MissingDependencyError
 from leannorm.report.fitting import import_torchvision
 
-_RULE = "name a model as timm:NAME, torchvision:NAME, hf:TYPE or package.module:callable"
+_RULE = "name a model as timm:NAME, torchvision:NAME, hf:TYPE, package.module:callable or file.py:callable"
 # of a model of transformers that is made to be measured, where its configuration has such a setting
 _SMALL = {
     "hidden_size": 256, "n_embd": 256, "d_model": 256, "dim": 256, "intermediate_size": 688, "d_ff": 688,
@@ -27,7 +30,8 @@ _SMALL = {
 def model_named(spec: str) -> nn.Module:
     """A new model by its name, with random weights, in training mode.
 
-    A callable is imported from installed packages or the working directory, and called without arguments.
+    A callable is imported from installed packages, the working directory or a file, and called without
+    arguments.
 
     Raises InputError for an unknown name and for a callable that makes no module without arguments,
     MissingDependencyError if timm or torchvision is needed and cannot be imported.
@@ -35,8 +39,8 @@ def model_named(spec: str) -> nn.Module:
     >>> type(model_named("torch.nn:Identity")).__name__
     'Identity'
     """
-    source, colon, name = spec.partition(":")
-    if not (source and colon and name):
+    source, name = _parted(spec)
+    if not (source and name):
         raise InputError(f"{_RULE}; got {spec!r}")
     model = _made(_maker(source, name), spec, "the model")
     if not isinstance(model, nn.Module):
@@ -45,17 +49,26 @@ def model_named(spec: str) -> nn.Module:
 
 
 def made_by(spec: str) -> object:
-    """What `package.module:callable` returns, called without arguments.
+    """What `package.module:callable` or `file.py:callable` returns, called without arguments.
 
     Raises InputError for another name, and where the callable raises.
 
     >>> made_by("collections:OrderedDict")
     OrderedDict()
     """
-    source, colon, name = spec.partition(":")
-    if not (source and colon and name):
-        raise InputError(f"name a function as package.module:callable; got {spec!r}")
+    source, name = _parted(spec)
+    if not (source and name):
+        raise InputError(f"name a function as package.module:callable or file.py:callable; got {spec!r}")
     return _made(_callable(source, name), spec, "the batches")
+
+
+def _parted(spec: str) -> tuple[str, str]:
+    """What stands before and behind the colon; a file's path may have others."""
+    file, of_file, name = spec.rpartition(".py:")
+    if of_file:
+        return f"{file}.py", name
+    source, _, name = spec.partition(":")
+    return source, name
 
 
 def _made(maker: Callable[[], object], spec: str, what: str) -> object:
@@ -142,15 +155,19 @@ def _library(name: str):  # type: ignore[no-untyped-def]  # a module without kno
         package = name.split(".", 1)[0]
         raise MissingDependencyError(
             f"{package} cannot be imported ({str(error).splitlines()[0]}): install {package} for this torch, "
-            "or name a model as package.module:callable"
+            "or name a model as package.module:callable or file.py:callable"
         ) from None
 
 
 def _callable(source: str, name: str) -> Callable[[], object]:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    file = Path(source).resolve() if source.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise InputError(f"there is no file {source!r}; {_RULE}")
+    folder = os.getcwd() if file is None else str(file.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(source)
+        module = importlib.import_module(source) if file is None else _module_of(file)
     except ImportError as error:
         raise InputError(f"cannot import {source!r} ({error}); {_RULE}") from None
     except Exception as error:
@@ -161,3 +178,23 @@ def _callable(source: str, name: str) -> Callable[[], object]:
     if not callable(maker):
         raise InputError(f"{source!r} has no callable {name!r}; {_RULE}")
     return maker  # type: ignore[no-any-return]
+
+
+def _module_of(file: Path) -> ModuleType:
+    """A file's module, once, by its name; where another module has that, by its path."""
+    for name in (file.stem, str(file)):
+        known = sys.modules.get(name)
+        if known is not None and getattr(known, "__file__", None) == str(file):
+            return known
+    name = str(file) if file.stem in sys.modules.keys() | sys.stdlib_module_names else file.stem
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where a dataclass looks for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import Dtype, HtmlFile, Inputs, JsonFile, Model, tell, under_way
+from leannorm.cli.options import Budgets, Dtype, HtmlFile, Inputs, JsonFile, Model, Peaks, tell, under_way
 
 
 def profile(
     model: Model,
     input: Inputs,
-    budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to hold; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
+    budget: Budgets = [],  # noqa: B006  # typer needs a list as the default
     overhead: Annotated[list[float], typer.Option(help="Share of stock's time to spend; repeatable.")] = [],  # noqa: B006
-    peak: Annotated[list[str], typer.Option(help="Share of stock's peak, or 8GiB; repeatable.")] = [],  # noqa: B006
+    peak: Peaks = [],  # noqa: B006
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
     compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,

@@ -115,7 +115,7 @@ class Reader:
 
     def _laid_out_anew(self) -> Iterator[fx.Node]:
         """Weights and inputs of convolutions in another layout: the compiler saves a copy of each."""
-        convolutions = (n for n in self.forward if operators.packet(n) in operators.CONVOLUTIONS)
+        convolutions = (n for n in self.forward if operators.formula(n) == "convolution")
         for node in self._ancestors(convolutions):
             for value in operators.tensors(node) if node.op == "placeholder" else ():
                 if value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import MissingDependencyError
+from leannorm._untouched import themselves, untouched
 from leannorm.saving import lean, make_lean, unmake_lean
 from leannorm.saving.models import last_pass
 
@@ -82,10 +83,9 @@ def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             from leannorm.report.doctor.examine import doctor
-            from leannorm.report.untouched import untouched
 
             model, optimizer = kwargs["model"], kwargs.get("optimizer")
-            with untouched(model, parameters=False):
+            with untouched(model, themselves):
                 model.train()
                 self.report = doctor(model, batches, optimizer=optimizer, forward=forward)
             if state.is_world_process_zero and not self.report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
-from leannorm.ops.backends import BACKENDS, CPU, TRITON, Backend
+from leannorm.ops.backends import BACKENDS, CPU, TORCH, TRITON, Backend
 from leannorm.ops.modes import traced
 from leannorm.ops.modes import transformed as transformed
 
@@ -18,6 +19,8 @@ AUTO = "auto"
 _PICKED: dict[Hashable, Backend] = {}
 _cpu_serves: bool | None = None  # not known yet
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
+_LARGE = 1 << 16  # elements of a tensor for which it matters that the kernels are missing
+_warned = False
 
 
 def _named(name: str) -> Backend:
@@ -91,8 +94,24 @@ def first_of_all(*tensors: Tensor | None) -> Backend:
     key = tuple(kinds)
     backend = _PICKED.get(key)
     if backend is None:
-        backend = _PICKED[key] = _first(tensors)
+        backend = _first(tensors)
+        if backend is not TORCH or _warned_of_missing_kernels(tensors):
+            _PICKED[key] = backend
     return backend
+
+
+def _warned_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether the user knows that the C++ kernels are missing: said once, of the first large tensor."""
+    global _warned
+    if not _warned and any(t is not None and t.numel() >= _LARGE for t in tensors):
+        _warned = True
+        warnings.warn(
+            f"leannorm normalizes on the CPU with torch's kernels, which take longer than its own: "
+            f"{'; '.join(CPU.why_not())}. To build its own, with a C++ compiler, run "
+            "`pip install --no-build-isolation .` in leannorm's source",
+            stacklevel=2,
+        )
+    return _warned
 
 
 def _first(tensors: tuple[Tensor | None, ...]) -> Backend:

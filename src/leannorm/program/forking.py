@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from leannorm import _checks
 from leannorm._batch import inputs_of
 from leannorm._errors import InputError
+from leannorm._untouched import themselves, untouched
 from leannorm.functional.exporter import export
 from leannorm.program.join import INFER, TRAIN, join
 from leannorm.program.program import Program
@@ -36,7 +37,7 @@ def fork(
 
     `example_inputs` are a tensor, a tuple, or a mapping by name; `example_kwargs` and `dynamic_shapes` are
     those of `torch.export.export`: what is not named in `dynamic_shapes` is fixed to the example's size and
-    checked at every call. The model's modes are left as they were.
+    checked at every call. The model is left as it was.
 
     Raises: `InputError` where the model cannot be exported, with the reason.
 
@@ -52,7 +53,7 @@ def fork(
     inputs = inputs_of(example_inputs, "example_inputs")
     named = {**inputs.kwargs, **(example_kwargs or {})}
     exports = {}
-    with _modes_restored(model), _counters_stay_on_the_device(model):
+    with untouched(model, themselves), _counters_stay_on_the_device(model):
         for branch in (TRAIN, INFER):
             model.train(branch == TRAIN)
             exports[branch] = export(model, inputs.args, named, dynamic_shapes)
@@ -96,20 +97,3 @@ def _cumulative(layer: _BatchNorm, x: Tensor) -> Tensor:
     state = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
     y: Tensor = torch.ops.leannorm.cumulative_batch_norm(x, *state, layer.weight, layer.bias, layer.eps)
     return y
-
-
-@contextmanager
-def _modes_restored(model: torch.nn.Module) -> Iterator[None]:
-    before = [(module, module.training, _told(module).copy()) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training, told in before:
-            module.training = training
-            _told(module).update(told)
-
-
-def _told(module: torch.nn.Module) -> dict[str, Any]:
-    """What stands in the place of the module's `train` remembers of its mode, as `freeze` puts it there."""
-    own: dict[str, Any] = getattr(vars(module).get("train"), "__dict__", {})
-    return own

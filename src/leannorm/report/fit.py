@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,23 +12,31 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from leannorm import _checks
 from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_of_bytes
+from leannorm._untouched import left_alone, random_state, untouched
 from leannorm.planning.goal import bytes_of
-from leannorm.report.fake import fake_model, fake_step
+from leannorm.report.fake import fake_step, fakes
 from leannorm.report.settings import Setting, code_of, settings_for
+from leannorm.saving.plans import none_known
 
-OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
+_WITH_ROOTS = ("adam", "adamw")  # of one tensor of their state: on a GPU all at once, else two at a time
 _SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
 
 
 class Fit(NamedTuple):
-    """A setting, the largest batch that fits (0: less than two samples), and the bytes that it takes."""
+    """A setting, the largest batch that fits (0: less than two samples), and the bytes that it takes.
+
+    `later`: under a budget or a peak, what passes take that follow the plan, which the first one makes.
+    """
 
     name: str
     batch: int
     nbytes: int
+    later: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,19 +69,25 @@ class FitReport(Report):
 
     def parts(self) -> Iterator[Part]:
         stock = self.fits[0].batch
+        bytes_of_each = [one.nbytes for one in self.fits]
+        left = [self.memory - one.nbytes if one.batch else 0 for one in self.fits]
         rows = [
             [
                 one.name,
                 str(one.batch) if one.batch else "none",
                 f"{one.batch / stock:.2f}" if stock else "–",
                 needed,
+                headroom if one.batch else "–",
             ]
-            for one, needed in zip(self.fits, self._in_words([one.nbytes for one in self.fits]), strict=True)
+            for one, needed, headroom in zip(
+                self.fits, self._in_words(bytes_of_each), self._in_words(left), strict=True
+            )
         ]
         title = f"samples of {', '.join(self.sample)}, {self.optimizer}, {self.available}"
-        yield Table(["", "largest batch", "of stock", "bytes needed"], rows, title)
+        yield Table(["", "largest batch", "of stock", "bytes needed", "headroom"], rows, title)
         yield from map(Line, self._what_to_type())
         yield from map(Line, self._why_no_larger())
+        yield from map(Line, self._first_passes())
 
     def _what_to_type(self) -> Iterator[str]:
         """The line of code for the largest batch; of two settings that are alike, the cheaper one."""
@@ -102,6 +117,15 @@ class FitReport(Report):
         elif equal:
             yield f"{same}, as nothing that is rebuilt is there at the step's peak."
 
+    def _first_passes(self) -> Iterator[str]:
+        for one in self.fits:
+            if one.batch and one.later is not None and one.later < one.nbytes:
+                (later,) = self._in_words([one.later])
+                yield (
+                    f"{one.name}: as many samples as the first pass, which makes the plan, has room for; "
+                    f"later passes take {later}."
+                )
+
     def _in_words(self, column: Sequence[int]) -> list[str]:
         """In the unit in which the memory was asked for."""
         unit = self.asked.lstrip("0123456789. ")
@@ -112,69 +136,102 @@ class FitReport(Report):
 
 
 def fit(
-    make: Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module],
     sample: Sequence[int] | Any,
     memory: int | str,
     *,
     recompute: Sequence[str] = ("norm", "conv"),
+    budgets: Sequence[float] = (),
     optimizer: str = "adam",
     progress: Callable[[str], None] = lambda doing: None,
 ) -> FitReport:
     """The largest batch of samples like `sample` that trains in `memory`, by setting.
 
+    `model` is a model, which is left as it is, or a function that makes one, which then takes no memory.
     `sample` is one sample without its batch: sizes of a float32 tensor, a tensor, a tuple of all arguments,
     or a mapping of them by name; of tensors shapes and dtypes count.
-    `memory` is text with a unit, like "24GiB", or bytes, of which there are more than 1,000. Counted are
-    parameters, buffers, gradients, the optimizer's state ("sgd", "momentum" or "adam"), the batch and the
-    peak of the step; not what a GPU's driver, libraries and allocator take beside. Runs on fake tensors: no
-    value is computed, so a small machine answers for a large one.
+    `memory` is text with a unit, like "24GiB", or bytes, of which there are more than 1,000. `recompute` and
+    `budgets` are those of `profile`; "peak 0.6" and "overhead 0.1" are settings, too. Counted are parameters,
+    buffers, gradients, the optimizer's state ("sgd", "momentum", "adam" or "adamw") and what its step works
+    with, the batch and the peak of the step, with what convolutions take within themselves; not what a GPU's
+    driver, libraries and allocator take beside, for which the report's headroom is. A model in evaluation
+    mode is counted in the mode that its `train()` gives. Runs on fake tensors: no value is computed, so a
+    small machine answers for a large one.
 
     Raises: `InputError` for an unknown optimizer or setting, a memory without a unit, and a model that needs
     values to run.
 
     >>> import leannorm
     >>> from torch import nn
-    >>> make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    >>> report = leannorm.fit(make, (3, 32, 32), "10MB", recompute=["norm"])
+    >>> block = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)
+    >>> report = leannorm.fit(nn.Sequential(*block), (3, 32, 32), "10MB", recompute=["norm"])
     >>> stock, norm = report.fits
     >>> norm.batch > stock.batch
     True
     """
-    if optimizer not in OPTIMIZER_STATE:
-        raise InputError(f"optimizer is one of {', '.join(OPTIMIZER_STATE)}; got {optimizer!r}")
-    if isinstance(make, nn.Module) or not callable(make):
-        raise InputError(
-            f"make is a function that makes the model, got {type(make).__name__}; as lambda: Model()"
-        )
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"optimizer is one of {', '.join(OPTIMIZERS)}; got {optimizer!r}")
     if not isinstance(memory, str) and memory < 1000:
         raise InputError(f"a memory is written like '24GiB', or in bytes; got {memory!r} without its unit")
     available = bytes_of(memory) if isinstance(memory, str) else memory
     one = inputs_of(_tensor_of(sample), "sample")
     nbytes_each = sum(t.nbytes for t in tree_leaves((one.args, dict(one.kwargs))) if isinstance(t, Tensor))
     mode = FakeTensorMode()
-    model = fake_model(make, mode)
-    one.checked(model)
-    tensors = [*model.parameters(), *model.buffers()]
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    there = sum(t.nbytes for t in tensors) + OPTIMIZER_STATE[optimizer] * trained
+    network = _made(model)
+    one.checked(network)
+    with untouched(network, fakes(mode)):
+        if not network.training:
+            network.train()
+        tensors = [*network.parameters(), *network.buffers()]
+        each = [p.nbytes for p in network.parameters() if p.requires_grad]
+        trained = sum(each)
+        there = sum(t.nbytes for t in tensors) + OPTIMIZERS[optimizer] * trained
+        roots = max(trained, 2 * max(each, default=0)) if optimizer in _WITH_ROOTS else 0
+        results = []
+        for setting in settings_for(network, recompute, budgets):
 
-    def needed(setting: Setting, batch: int) -> int:
-        progress(f"{setting.name}, batch {batch}")
-        peak = fake_step(model, mode, setting, _batch_of(one, batch)).peak
-        return there + batch * nbytes_each + peak
+            def needed(batch: int, setting: Setting = setting) -> tuple[int, ...]:
+                """By the first pass, and by the next, which follows a plan where the setting makes one."""
+                progress(f"{setting.name}, batch {batch}")
+                passes = 2 if " " in setting.name else 1
+                with none_known(), untouched(network, left_alone), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")  # the report says how much
+                    peaks = [
+                        fake_step(network, mode, setting, _batch_of(one, batch)).peak for _ in range(passes)
+                    ]
+                return tuple(there + batch * nbytes_each + max(peak, trained + roots) for peak in peaks)
 
-    results = []
-    for setting in settings_for(model, recompute):
-        try:
-            batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), available)  # type: ignore[misc]
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            raise InputError(
-                f"the model does not run on fake tensors of {', '.join(one.described())} "
-                f"({str(error).strip().splitlines()[0]}): check the input's sizes, or measure it with profile"
-            ) from error
-        results.append(Fit(setting.name, batch, nbytes))
+            try:
+                batch, taken = _largest(needed, available)
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                why = str(error).strip().splitlines()[0]
+                raise InputError(
+                    f"the model does not run on fake tensors of {', '.join(one.described())} ({why}): check "
+                    "the input's sizes, or measure it with profile"
+                ) from error
+            results.append(Fit(setting.name, batch, max(taken), taken[-1] if taken[1:] else None))
     asked = memory.strip() if isinstance(memory, str) else ""
     return FitReport(available, optimizer, tuple(one.described()), results, there, asked)
+
+
+def _made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """The model, or what makes it has made: on the meta device, which takes no memory, or, if its constructor
+    reads values, on the CPU."""
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model):
+        raise InputError(
+            f"fit takes a model, or a function that makes it, got {type(model).__name__}; pass the model, or "
+            "lambda: Model()"
+        )
+    with random_state():
+        try:
+            with torch.device("meta"):
+                made = model()
+        except (RuntimeError, NotImplementedError):
+            made = model()
+    _checks.module(made, "fit")
+    return made
 
 
 def _tensor_of(sample: Any) -> Any:
@@ -191,16 +248,16 @@ def _batch_of(one: Arguments, batch: int) -> Arguments:
     return Arguments(*tree_map_only(Tensor, several, (one.args, dict(one.kwargs))))
 
 
-def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:
-    """The largest batch with needed(batch) <= memory, and what it needs; assumes a nearly linear `needed`."""
+def _largest(needed: Callable[[int], tuple[int, ...]], memory: int) -> tuple[int, tuple[int, ...]]:
+    """The largest batch with all of needed(batch) <= memory, and what it needs; nearly linear, as assumed."""
     known = {_SMALLEST: needed(_SMALLEST)}
-    if known[_SMALLEST] > memory:
+    if max(known[_SMALLEST]) > memory:
         return 0, known[_SMALLEST]
     low, high = _SMALLEST, None
     while high is None or high - low > 1:
-        probe = _next(known, low, high, memory)
+        probe = _next({batch: max(taken) for batch, taken in known.items()}, low, high, memory)
         known[probe] = needed(probe)
-        if known[probe] <= memory:
+        if max(known[probe]) <= memory:
             low = probe
         else:
             high = probe

@@ -15,6 +15,7 @@ from leannorm import _checks
 from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
 from leannorm._freed_memory import keep_freed_memory
+from leannorm._untouched import Copies, untouched
 from leannorm.report.layers import StockCount, by_layer, by_operation
 from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
@@ -22,7 +23,6 @@ from leannorm.report.memory_report import Measured, MemoryReport
 from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
 from leannorm.report.timing import time_step
-from leannorm.report.untouched import untouched
 
 
 def profile(
@@ -133,8 +133,11 @@ def _on_others(setting: Setting, arguments: Arguments, loss: Callable[[Any], Ten
 
 @contextmanager
 def _a_pass(model: nn.Module, arguments: Arguments) -> Iterator[Arguments]:
-    """A pass from the model's state, without gradients; gives a copy of the inputs, and leaves nothing."""
-    with untouched(model, parameters=False):
+    """A pass from the model's state, without gradients; gives a copy of the inputs, and leaves nothing.
+
+    On the model's own parameters, by which compiled code and a plan of `lean()` know it.
+    """
+    with untouched(model, Copies(parameters=False)):
         for parameter in model.parameters():
             parameter.grad = None
         yield arguments.copied()

@@ -7,6 +7,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -44,7 +45,8 @@ class _LeanForward:
         self.settings = settings
         self.inner = model.__dict__.get("forward")  # a `forward` that other code has set on the instance
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
-        self._model, self._local = weakref.ref(model), threading.local()
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._local = threading.local()
         self._references = 0  # to this object, when it was last found to have one owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +71,7 @@ class _LeanForward:
         return f"lean forward: {self.saved or 'before its first pass'}"
 
     def _called(self, module: nn.Module, inputs: object) -> None:
-        if not traced():
+        if not traced() and module.__dict__.get(_ATTRIBUTE) is self:  # a shallow copy has the same hooks
             self._local.module = module
 
     def _run(self, module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
@@ -81,17 +83,29 @@ class _LeanForward:
     def _only_model(self) -> nn.Module:
         """The model whose `forward` was called by name, past the pre-hook that records which one it is."""
         model = self._model()
-        if not traced() and sys.getrefcount(self) > self._references:
-            owners = [d for d in gc.get_referrers(self) if isinstance(d, dict) and d.get(_ATTRIBUTE) is self]
+        if not traced() and (model is None or sys.getrefcount(self) > self._references):
+            owners = self._owners()
             if len(owners) > 1:
                 raise InputError(
                     f"{len(owners)} modules share this lean forward, as copy.copy(model) makes them, and"
                     " .forward(...) does not tell which one is meant: call the module itself, or"
                     " leannorm.make_lean(copy)"
                 )
+            if owners and owners[0] is not model:  # a copy, and the model is gone or lean no more
+                model, self._model = owners[0], weakref.ref(owners[0])
             self._references = sys.getrefcount(self)  # others hold it, too
         assert model is not None
         return model
+
+    def _owners(self) -> list[nn.Module]:
+        """The modules that are lean by this object: the model, and shallow copies of it."""
+        attributes = [d for d in gc.get_referrers(self) if isinstance(d, dict) and d.get(_ATTRIBUTE) is self]
+        return [
+            module
+            for d in attributes
+            for module in gc.get_referrers(d)
+            if isinstance(module, nn.Module) and module.__dict__ is d
+        ]
 
     def _forward(self) -> Any:
         """The model's own, for who looks at it."""
@@ -102,7 +116,9 @@ class _LeanForward:
         return type(model).forward.__get__(model)
 
     def remove(self, model: nn.Module) -> None:
-        self.handle.remove()
+        self._references = 0
+        if not self._owners():
+            self.handle.remove()
         if model.__dict__.get("forward") is self:
             del model.__dict__["forward"]
             if self.inner is not None:
@@ -122,9 +138,9 @@ class _LeanForward:
         return {**kept, "_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(
-            state, _model=weakref.ref(state["_model"]), _local=threading.local(), _references=0
-        )
+        model = state["_model"]
+        of = (lambda: None) if model is None else weakref.ref(model)  # it may be gone, and copies of it not
+        self.__dict__.update(state, _model=of, _local=threading.local(), _references=0)
 
 
 def last_pass(model: nn.Module) -> lean | None:

@@ -10,14 +10,15 @@ Most rows follow from an operator's schema and tags: a view shows its argument's
     pass     a kernel of its own, at the speed of memory
     window   as a pass, of several reads for each value: rebuilt where products are
     product  operations per byte count
-    once     never called again: random numbers, collectives, memory without contents
+    empty    memory without contents, which a compiler leaves out
+    once     never called again: random numbers, collectives, what changes its arguments
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Kind = Literal["view", "fused", "reduced", "pass", "window", "product", "once"]
+Kind = Literal["view", "fused", "reduced", "pass", "window", "product", "empty", "once"]
 
 
 class Operator(NamedTuple):
@@ -40,8 +41,8 @@ class Operator(NamedTuple):
     sources: tuple[int | str | None, ...] = ()
 
 
-def _rows(kind: Kind, names: str, **fields: object) -> dict[str, Operator]:
-    return {f"aten::{name}": Operator(kind, **fields) for name in names.split()}  # type: ignore[arg-type]
+def _rows(kind: Kind, names: str, space: str = "aten", **fields: object) -> dict[str, Operator]:
+    return {f"{space}::{name}": Operator(kind, **fields) for name in names.split()}  # type: ignore[arg-type]
 
 
 _CHANNEL = "leannorm::channel_normalize"
@@ -78,20 +79,28 @@ OPERATORS: dict[str, Operator] = {
     **_rows("fused", "add sub add_ sub_", adds=True),
     **_rows("fused", "copy_ fill_ zero_", fills=True),
     **_rows("pass", "native_batch_norm", writes=(3, 4), gate=5, instead=SCALE_AND_SHIFT),
+    **_rows(
+        "pass",
+        "_low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",
+        space="prims",
+    ),
+    **_rows("reduced", "sum var prepare_softmax_online xor_sum amax amin", space="prims"),
+    **_rows("fused", "convert_element_type iota _low_memory_max_pool_offsets_to_indices fma", space="prims"),
+    **_rows("view", "broadcast_in_dim", space="prims"),
     **_rows("view", "_unsafe_view _reshape_alias reshape detach alias lift_fresh"),
+    **_rows("empty", "empty_like"),
     **_rows(
         "once",
-        "empty empty_strided empty_like new_empty new_empty_strided empty_permuted set_ resize_ resize_as_"
-        " detach_ _local_scalar_dense _resize_output_",
+        "empty empty_strided new_empty new_empty_strided empty_permuted set_ resize_ resize_as_ detach_"
+        " _local_scalar_dense _resize_output_",
+    ),
+    **_rows(
+        "pass",
+        "channel_moments channel_normalize constants_of row_forward row_ada_forward row_gated_forward",
+        space="leannorm",
     ),
     "leannorm::channel_forward": Operator("pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, 7)),
     "leannorm::channel_forward_tracked_": Operator(
         "pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, None)
     ),
 }
-
-
-def kind_of(name: str) -> Kind | None:
-    """The kind that the table gives, by the name without its overload."""
-    row = OPERATORS.get(name)
-    return None if row is None else row.kind

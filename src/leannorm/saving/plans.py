@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from leannorm.planning.goal import Goal
@@ -74,6 +75,23 @@ class _Known:
 
 
 _KNOWN: dict[tuple[Goal, Hashable], _Known] = {}  # by the structure of the first tensor, too
+
+
+@contextmanager
+def none_known() -> Iterator[None]:
+    """Within it no plan is known from before, and after it none from within: as in a process of its own.
+
+    Nor does what it warns of count as told.
+    """
+    before, told = dict(_KNOWN), set(reasons._WARNED)
+    _KNOWN.clear()
+    try:
+        yield
+    finally:
+        _KNOWN.clear()
+        _KNOWN.update(before)
+        reasons._WARNED.clear()
+        reasons._WARNED.update(told)
 
 
 class Following:

@@ -22,7 +22,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.unpacking import unpack as unpack_others
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
-_KINDS = {"view": _SKIP, "once": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
+_KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
 _FORMULAS = ("", "matrix", "convolution", "attention")
 _NOTHING, _ARGUMENT, _RESULT = range(3)  # as Source in rules.h
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast
 
@@ -24,3 +25,46 @@ def reduced(derive: Derive, cls: type[Module], layer: Module) -> tuple[Any, ...]
 
 def _made(derive: Derive, cls: type[Module]) -> Module:
     return derive(cls).__new__(derive(cls))
+
+
+def beneath(cls: type) -> type:
+    """The layer's class, under those that torch derives from it: for parametrizations, FSDP2, replicas."""
+    while _is_cover(cls):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def covered(cls: type, layers: type) -> type:
+    """`layers` under the classes that torch has derived from the layer's class in `cls`.
+
+    Torch finds its class by its place: it removes its properties from `type(layer)`, and gives back one of
+    the bases. So a class of ours goes under it, never over it.
+    """
+    if not _is_cover(cls):
+        return layers
+    *others, under = cls.__bases__
+    below = covered(under, layers)
+    first = vars(cls).get("_first", cls)  # torch's own class, which comes back where nothing has changed
+    own = {name: value for name, value in vars(cls).items() if name not in ("_first", "__deepcopy__")}
+    if others or not hasattr(below, "__deepcopy__"):
+        own["__deepcopy__"] = vars(first).get("__deepcopy__", _deepcopied)
+    if first.__bases__[-1] is below and own == dict(vars(first)):
+        return cast(type, first)
+    name = cls.__name__.removesuffix(under.__name__) + below.__name__
+    return type(name, (*others, below), {**own, "_first": first})
+
+
+def _is_cover(cls: type) -> bool:
+    """Has torch derived it from a layer's class at run time?"""
+    if cls.__module__ == "torch.nn.utils.parametrize":
+        return "__getstate__" in vars(cls)
+    before, *others = cls.__bases__ or (object,)
+    return len(others) == 1 and before.__module__.startswith("torch.distributed.") and issubclass(cls, Module)
+
+
+def _deepcopied(layer: Module, memo: dict[int, Any]) -> Module:
+    """As torch copies a parametrized layer, which it does not let be pickled."""
+    copy = type(layer).__new__(type(layer))
+    memo[id(layer)] = copy
+    vars(copy).update(deepcopy(vars(layer), memo))
+    return copy

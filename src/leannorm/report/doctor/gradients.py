@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from leannorm._batch import call, unwrapped
 from leannorm._catalog import Norm
 from leannorm._errors import InputError
+from leannorm._untouched import Copies, untouched
 from leannorm.report.doctor.observe import Forward, eager, moved, place_of, set_modes, tensors_of
 from leannorm.report.doctor.ranks import digest_of, in_numbers, part_of
 from leannorm.report.doctor.subject import values_of
 from leannorm.report.doctor.values import one_value_passes
-from leannorm.report.untouched import untouched
 
 Gradients = dict[str, tuple[str, list[float]]]
 
@@ -41,8 +41,9 @@ def gradients_of(
     core = unwrapped(model)
     training = {n.module for n in norms if n.kind == "batch" and (n.module.training or not core.training)}
     whose = "" if backward else f"{digest_of(batch)}"
-    with torch.inference_mode(False), torch.enable_grad(), eager(core), untouched(model, parameters=False):
-        with _kept(model), one_value_passes(norms):
+    kept = untouched(model, Copies(parameters=False))  # to which DistributedDataParallel has references
+    with torch.inference_mode(False), torch.enable_grad(), eager(core), kept:
+        with _no_steps(), one_value_passes(norms):
             set_modes(model, training)
             for parameter in model.parameters():
                 parameter.grad = None
@@ -79,14 +80,8 @@ def _backward(model: Module, loss: Tensor) -> None:
 
 
 @contextmanager
-def _kept(model: Module) -> Iterator[None]:
-    """At its end parameters and gradients have the values that they had; an optimizer may not step in it."""
-    had = [
-        (tensor, tensor.data, values, values.clone())
-        for parameter in model.parameters()
-        for tensor in (parameter, parameter.grad)
-        if tensor is not None and (values := values_of(tensor)) is not None
-    ]
+def _no_steps() -> Iterator[None]:
+    """Within it an optimizer may not step, which has its own references to parameters and gradients."""
 
     def refuse(optimizer: object, args: object, kwargs: object) -> None:
         raise InputError(
@@ -99,12 +94,6 @@ def _kept(model: Module) -> Iterator[None]:
         yield
     finally:
         refusal.remove()
-        with torch.no_grad():
-            for tensor, data, values, copy in had:
-                if not torch.equal(values, copy):
-                    values.copy_(copy)
-                if type(tensor) is torch.nn.Parameter and tensor.data_ptr() != data.data_ptr():
-                    tensor.data = data
 
 
 def _seed(place: torch.device | None) -> None:

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from leannorm._batch import batches_of, call, unwrapped
 from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
+from leannorm._untouched import random_state, untouched
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import frozen, merge_into
 from leannorm.report.doctor.values import (
@@ -28,7 +29,6 @@ from leannorm.report.doctor.values import (
     values_behind,
     watched,
 )
-from leannorm.report.untouched import random_state, untouched
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8

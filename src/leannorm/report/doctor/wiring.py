@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
 from leannorm._catalog import OURS, Norm
 from leannorm._report import grouped
+from leannorm._untouched import untouched
 from leannorm.ops.running import frozen as no_update
 from leannorm.report.doctor.observe import obeys
 from leannorm.report.doctor.ranks import SYNCHRONIZED
 from leannorm.report.doctor.remedy import MEAN, added_to, attribute, remeasured
 from leannorm.report.doctor.subject import Call, Found, Subject, check, layer
-from leannorm.report.untouched import untouched
 
 _TORCHS = "torch's own layers move their statistics within no_stats_update(), too"
 
@@ -199,7 +200,7 @@ def _trace(parent: Module) -> list[Call] | None:
             for name, parameter in signature.parameters.items()
             if parameter.default is not inspect.Parameter.empty
         }
-        with warnings.catch_warnings(), untouched(parent, parameters=False), torch.no_grad():
+        with warnings.catch_warnings(), untouched(parent, _without_memory), torch.no_grad():
             warnings.simplefilter("ignore")
             nodes = _OneLevel().trace(parent, concrete_args=defaults).nodes
             calls = [node for node in nodes if node.op == "call_module"]
@@ -210,6 +211,10 @@ def _trace(parent: Module) -> list[Call] | None:
             ]
     except Exception:  # whatever a stranger's forward makes of a proxy
         return None
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _source(parent: Module, node: torch.fx.Node) -> Module | None:

@@ -7,30 +7,29 @@ swap back, the original class is stored on the layer (`_swapped`).
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
 from leannorm import _checks
 from leannorm._catalog import TORCHS, name_of, norms_of, torchs_kind
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report
+from leannorm._untouched import left_alone, untouched
 from leannorm.nn._layer import takes_back
 from leannorm.nn._statistics import HasStatistics
-from leannorm.nn.sync import SHARING
+from leannorm.nn.sync import SHARING, Synchronized
 from leannorm.transforms.converting.classes import KNOWN, Entry, has_torchs_form, why_not
 from leannorm.transforms.converting.sync import synchronized_class, why_not_sync
+from leannorm.transforms.derived import beneath, covered
 from leannorm.transforms.fusing.fuse import find_fusions
 from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_norm import FormulaNorm, formula_class
@@ -106,8 +105,9 @@ def convert(
         raise InputError('stats_dtype is for layers of leannorm, got to="torch"; leave it out')
     _checks.stats_dtype(stats_dtype)
     left: dict[str, list[str]] = defaultdict(list)
-    with _all_or_nothing(model):
+    with untouched(model, left_alone) as undo:
         _swap(model, to, process_group, fuse, left)
+        undo.pop_all()
     converted = any(_is_ours(m) or hasattr(type(m), "unfused") for m in model.modules())
     if to == "leannorm" and not left and not converted:
         warnings.warn(
@@ -157,7 +157,7 @@ def preview(
     left: dict[str, list[str]] = defaultdict(list)
     names = {name or "the model itself": module for name, module in model.named_modules()}
     before, swapped = {name: type(module) for name, module in names.items()}, {}
-    with _all_or_nothing(model, dry_run=True):
+    with untouched(model, left_alone):
         _swap(model, to, process_group, fuse, left)
         for name, module in names.items():
             if type(module) is not before[name]:
@@ -167,7 +167,7 @@ def preview(
                 elif isinstance(module, FormulaNorm):
                     after += f" by {module.function}"
                 elif after == before[name].__name__:
-                    after = f"{type(module).__module__.split('.')[0]}.nn.{after}"
+                    after = f"{beneath(type(module)).__module__.split('.')[0]}.nn.{after}"
                 swapped[name] = before[name].__name__, after
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
@@ -195,30 +195,33 @@ def _to_sync(
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
-        entry, layer = KNOWN.get(name_of(type(module))), joined[module]
+        cls, layer = beneath(type(module)), joined[module]
+        entry = KNOWN.get(name_of(cls))
         reason = why_not(module)
         if layer is not None:
             reason = f"{type(layer).__name__} computes it with its convolution; take it apart with to_pair()"
         if reason is None and entry is None:
-            reason = why_not_sync(module)
+            reason = why_not_sync(cls)
         if reason is not None:
             left[reason].append(name or "the model itself")
             continue
-        entry = Entry(type(module)) if entry is None else entry
-        own = set(vars(module))
-        vars(module).setdefault(_SWAPPED, Swapped(type(module), ()))
-        _become(module, Entry(synchronized_class(entry.target), entry.attributes))
+        entry = Entry(cls) if entry is None else entry
+        own, shares = set(vars(module)), issubclass(cls, Synchronized)
+        if not shares:
+            vars(module).setdefault(_SWAPPED, Swapped(cls, ()))
+            _become(module, Entry(synchronized_class(entry.target), entry.attributes))
         group = getattr(module, "process_group", None) if process_group is None else process_group
         module.share(group, name=name or "the model itself")  # type: ignore[operator]
-        _note(module, tuple(key for key in SHARING if key not in own))
+        if not shares:
+            _note(module, tuple(key for key in SHARING if key not in own))
 
 
 def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: bool) -> None:
     entries: dict[Module, Entry] = {}
     for name, module in model.named_modules():
-        if "unsynced" in vars(type(module)):
+        if "unsynced" in vars(beneath(type(module))):
             _stop_sharing(module)
-        entry, reason = KNOWN.get(name_of(type(module))), None
+        entry, reason = KNOWN.get(name_of(beneath(type(module)))), None
         if entry is not None:
             reason = why_not(module)
         elif isinstance(module, FormulaNorm):
@@ -255,11 +258,11 @@ def _by_formula(module: Module) -> tuple[Entry | None, str | None]:
 
 
 def _become(module: Module, entry: Entry) -> None:
-    earlier = vars(module).get(_SWAPPED, Swapped(type(module), ()))
+    earlier = vars(module).get(_SWAPPED, Swapped(beneath(type(module)), ()))
     if earlier.cls is not TORCHS.get(entry.target):
         vars(module)[_SWAPPED] = earlier
         _note(module, tuple(entry.attributes))
-    module.__class__ = entry.target
+    module.__class__ = covered(type(module), entry.target)
     vars(module).update(entry.attributes)
 
 
@@ -272,12 +275,13 @@ def _note(module: Module, attributes: tuple[str, ...]) -> None:
 
 def _stop_sharing(module: Module) -> None:
     """Undo `to="sync"` for one layer, and keep the record of an earlier swap."""
-    module.__class__ = type(module).unsynced  # type: ignore[attr-defined]
+    cls = beneath(type(module)).unsynced  # type: ignore[attr-defined]
+    module.__class__ = covered(type(module), cls)
     for name in SHARING:
         vars(module).pop(name, None)
     earlier: Swapped = vars(module).pop(_SWAPPED)
     kept = tuple(name for name in earlier.attributes if name not in SHARING)
-    if earlier.cls not in (type(module), TORCHS.get(type(module))):
+    if earlier.cls not in (cls, TORCHS.get(cls)):
         vars(module)[_SWAPPED] = Swapped(earlier.cls, kept)
 
 
@@ -291,11 +295,10 @@ def _to_torch(model: Module, left: dict[str, list[str]]) -> None:
 
 @takes_back
 def _undo_swap(module: Module) -> bool:
-    """Undo the layer's last swap; False if there is none, or if a parametrization has changed its class."""
-    if is_parametrized(module):
-        return False
+    """Undo the layer's last swap; False if there is none."""
+    cls = beneath(type(module))
     swapped: Swapped | None = vars(module).pop(_SWAPPED, None)
-    before = getattr(type(module), "unfused", None)
+    before = getattr(cls, "unfused", None)
     if swapped is not None:
         before = swapped.cls
         if issubclass(before, LazyModuleMixin) and "_initialize_hook" not in vars(module):
@@ -303,40 +306,15 @@ def _undo_swap(module: Module) -> bool:
         for attribute in swapped.attributes:
             del vars(module)[attribute]
     elif has_torchs_form(module):
-        before = before or TORCHS.get(type(module))
+        before = before or TORCHS.get(cast(type[Module], cls))
     if before is None:
         return False
     if not issubclass(before, HasStatistics):
         vars(module).pop("stats_dtype", None)
-    object.__setattr__(module, "__class__", _sharded_as(type(module), before))
+    object.__setattr__(module, "__class__", covered(type(module), before))
     return True
-
-
-def _sharded_as(cls: type, before: type) -> type:
-    """`before`, or FSDP2's subclass of it where `fully_shard` has made `cls` of what a swap had set."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    made_by = getattr(fsdp, "FSDPModule", None)
-    if made_by not in cls.__bases__ or issubclass(before, made_by):
-        return before
-    own = {name: value for name, value in vars(cls).items() if name == "__deepcopy__"}
-    return type(f"FSDP{before.__name__}", (made_by, before), own)
 
 
 def _is_ours(module: Module) -> bool:
     """Is its class, or a base of it, leannorm's?"""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
-
-
-@contextmanager
-def _all_or_nothing(model: Module, dry_run: bool = False) -> Iterator[None]:
-    """After any exception, and after a dry run, restore the class and the attributes of every module."""
-    before = [(m, type(m), dict(vars(m))) for m in model.modules()]
-    undo = True
-    try:
-        yield
-        undo = dry_run
-    finally:
-        for module, cls, attributes in before if undo else ():
-            object.__setattr__(module, "__class__", cls)
-            vars(module).clear()
-            vars(module).update(attributes)

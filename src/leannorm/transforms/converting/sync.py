@@ -32,12 +32,12 @@ def synchronized_class(cls: type[Module]) -> type[Module]:
     return type(f"Sync{cls.__name__}", bases, body)
 
 
-def why_not_sync(module: Module) -> str | None:
-    """Why this batch norm cannot share its statistics as it is."""
-    for cls in type(module).__mro__:
+def why_not_sync(kind: type[Module]) -> str | None:
+    """Why batch norms of this class cannot share their statistics as they are."""
+    for cls in kind.__mro__:
         if cls.__module__.startswith(("leannorm.", "torch.nn.")):
             break
         code = getattr(vars(cls).get("forward"), "__code__", None)
         if "forward" in vars(cls) and (code is None or "super" not in code.co_names):
-            return f"{type(module).__name__} computes its norm by itself, not by super().forward"
+            return f"{kind.__name__} computes its norm by itself, not by super().forward"
     return None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from leannorm._untouched import untouched
 from leannorm.transforms.folding.source import function_of, global_read, test_at, tests_in
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
@@ -40,9 +41,8 @@ class Decided(NamedTuple):
 
 def decided(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Decided, ...]:
     """The tests that a run of `model` on `inputs` decided; neither is changed."""
-    model = copy.deepcopy(model)
-    watch = _Watch(model)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with untouched(model), torch.no_grad():
+        watch = _Watch(model)
         try:
             with watch:
                 model(*copy.deepcopy(inputs))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from leannorm._batch import inputs_of, positional
 from leannorm._errors import FoldError, InputError
 from leannorm._report import Line, Part, Report, Table, as_data
+from leannorm._untouched import random_state, themselves, untouched
 from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.program.program import Program
@@ -176,7 +177,8 @@ def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool
     if not verify:
         return report
     if inputs is None:
-        inputs = pytree.tree_map(_random, exported.example_inputs[0])
+        with random_state():
+            inputs = pytree.tree_map(_random, exported.example_inputs[0])
     original, result = parts
     return _verified(
         report,
@@ -210,7 +212,8 @@ def _evaluation_graph(
     model: torch.nn.Module, inputs: tuple[Any, ...], tests: tuple[Decided, ...]
 ) -> fx.Graph:
     try:
-        exported = export(model, inputs)
+        with untouched(model, themselves):  # by which the result's are known
+            exported = export(model, inputs)
     except InputError as error:
         why = "".join(f"; the example decided {d.place}: `{d.test}` ({d.value})" for d in tests)
         raise InputError(f"{error}; so its neighbours are not known{why}") from error.__cause__
@@ -280,8 +283,8 @@ def _rounded_once(wide: torch.nn.Module) -> torch.nn.Module:
 
 
 def _outputs(model: torch.nn.Module, inputs: tuple[Any, ...]) -> list[Any]:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    """What the model returns from the state and the random numbers that it has, and keeps."""
+    with untouched(model), torch.no_grad():
         return pytree.tree_leaves(model(*copy.deepcopy(inputs)))
 
 

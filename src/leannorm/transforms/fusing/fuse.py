@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch.nn
 from torch.nn import Module
 
-from leannorm.transforms.derived import one_a_class, reduced
+from leannorm.transforms.derived import covered, one_a_class, reduced
 from leannorm.transforms.fusing.steps import FUSABLE, activation_of, runs_in_order, sequential_forward
 
 
@@ -71,5 +71,5 @@ def unfused(model: Module) -> Module:
     for block in model.modules():
         before = getattr(type(block), "unfused", None)
         if before is not None:
-            object.__setattr__(block, "__class__", before)
+            object.__setattr__(block, "__class__", covered(type(block), before))
     return model

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from leannorm.nn._layer import Layer
 from leannorm.ops.modes import exporting
-from leannorm.transforms.derived import one_a_class, reduced
+from leannorm.transforms.derived import covered, one_a_class, reduced
 from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
@@ -58,7 +58,7 @@ class FormulaNorm(Layer):
             vars(self)["_formula"] = formula_of(cast(Module, self), self.original)
         except UnknownFormError:
             vars(self).pop("_swapped", None)
-            self.__class__ = self.original  # type: ignore[assignment]
+            self.__class__ = covered(type(self), self.original)
 
 
 @one_a_class

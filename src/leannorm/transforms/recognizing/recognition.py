@@ -18,6 +18,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from leannorm._catalog import name_of
+from leannorm._untouched import random_state
 from leannorm.transforms.recognizing.fitting import fit
 from leannorm.transforms.recognizing.form import Form, UnknownFormError, short
 from leannorm.transforms.recognizing.formula_call import Fit, Formula, Key
@@ -105,8 +106,13 @@ def _tensors(layer: Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _by_itself() -> Iterator[None]:
-    """Whatever the caller has set, a run is a plain one."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    """Whatever the caller has set, a run is a plain one, and it leaves the random numbers as they are."""
+    with (
+        random_state(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
 
 

@@ -41,11 +41,36 @@ class Frozen:
         own = type(self.layer).extra_repr(self.layer)
         return f"{own}{', ' if own else ''}frozen={'+'.join(parts)}"
 
+    def reduced(self, protocol: Any) -> tuple[Any, ...]:
+        """As the layer's class says for a copy or a pickle, which gets a `Frozen` of its own.
+
+        A shallow copy has the layer's attributes, and they would go on changing the layer.
+        """
+        plain: Any = type(self.layer).__reduce_ex__(self.layer, protocol)
+        make, of, *rest = plain
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name not in _ADDED}
+        return _frozen_again, (self._memory(), make, of), *rest
+
+    def replicated(self) -> Module:
+        """The layer as `torch.nn.DataParallel` copies it."""
+        replica: Any = type(self.layer)._replicate_for_data_parallel(self.layer)
+        return _frozen(replica, self._memory())
+
+    def _memory(self) -> dict[str, Any]:
+        return {**vars(self), "layer": None, "trained": list(self.trained)}
+
+    def put_on(self, layer: Module) -> None:
+        self.layer = layer
+        vars(layer).update(zip(_ADDED, (self, self.extra_repr, self.reduced, self.replicated), strict=False))
+        if self.statistics:
+            vars(layer)["reset_running_stats"] = nothing  # what torch's `update_bn` calls first
+
     def hold_statistics(self) -> None:
         if not self.statistics:
             self.mode, self.statistics = self.layer.training, True
             self.layer.training = False
-            vars(self.layer)["reset_running_stats"] = nothing  # what torch's `update_bn` calls first
+            self.put_on(self.layer)
 
     def hold_affine(self) -> None:
         self.affine = True
@@ -62,9 +87,33 @@ class Frozen:
                 parameters[name].requires_grad_(True)
         if self.statistics:
             self.layer.training = self.mode
-            del vars(self.layer)["reset_running_stats"]
-        del vars(self.layer)["train"]
-        vars(self.layer).pop("extra_repr", None)  # a model that an older release froze has none
+        for name in _ADDED:
+            vars(self.layer).pop(name, None)  # a model that an older release froze has not all of them
+
+
+_ADDED = "train", "extra_repr", "__reduce_ex__", "_replicate_for_data_parallel", "reset_running_stats"
+"""A frozen layer's attributes, in the place of its class's methods."""
+
+
+def _frozen(layer: Module, memory: dict[str, Any]) -> Module:
+    """The layer, with a `Frozen` that remembers this."""
+    frozen = Frozen.__new__(Frozen)
+    vars(frozen).update(memory)
+    frozen.put_on(layer)
+    return layer
+
+
+def _frozen_again(memory: dict[str, Any], make: Callable[..., Module], of: tuple[Any, ...]) -> Module:
+    return _frozen(make(*of), memory)
+
+
+def _frozen_of(layer: Module) -> Frozen | None:
+    """What a frozen layer has; one of its own where its attributes were copied one by one."""
+    frozen = vars(layer).get("train")
+    if isinstance(frozen, Frozen) and frozen.layer is not layer:
+        _frozen(layer, frozen._memory())
+        frozen = vars(layer)["train"]
+    return frozen if isinstance(frozen, Frozen) else None
 
 
 def nothing() -> None:
@@ -89,8 +138,9 @@ def freeze(
 
     For every layer with running statistics: leannorm's, torch's, timm's, torchvision's, and subclasses. Such
     a layer is in evaluation mode until `unfreeze`, alone or in a model: `train()`, a trainer, torch's
-    `update_bn` do not change it. It is the same object of the same class with the same state_dict; deep
-    copies and pickles are frozen too. A gradient goes through it to its input.
+    `update_bn` do not change it. It is the same object of the same class with the same state_dict; copies
+    and pickles are frozen too, each by itself (a shallow copy has the same parameters). A gradient goes
+    through it to its input.
 
     Norms without running statistics (layer, group, RMS norm) are left alone. Freeze before
     DistributedDataParallel is built, which expects a gradient of every parameter that had required one.
@@ -145,10 +195,10 @@ def freeze(
     if not layers:
         _warn("freeze", model, False)
     for layer in chosen:
-        frozen = vars(layer).get("train")
-        if not isinstance(frozen, Frozen):
-            frozen = vars(layer)["train"] = Frozen(layer)
-            vars(layer)["extra_repr"] = frozen.extra_repr
+        frozen = _frozen_of(layer)
+        if frozen is None:
+            frozen = Frozen(layer)
+            frozen.put_on(layer)
         if statistics:
             frozen.hold_statistics()
         if affine:
@@ -187,7 +237,7 @@ def unfreeze(model: Module) -> Module:
     if all(norm.mean is None for norm in norms_of(model)):
         _warn("unfreeze", model, True)
     for module in model.modules():
-        frozen = vars(module).get("train")
-        if isinstance(frozen, Frozen):
+        frozen = _frozen_of(module)
+        if frozen is not None:
             frozen.let_go()
     return model

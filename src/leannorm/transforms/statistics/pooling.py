@@ -27,6 +27,7 @@ from leannorm._catalog import batch_norms_with_statistics, norms_of
 from leannorm._errors import InputError, SyncError
 from leannorm._report import Line, Part, Report, Table, counted
 from leannorm._types import Moments, Pool, Running
+from leannorm._untouched import untouched
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
 from leannorm.distributed.joining import join
@@ -36,7 +37,6 @@ from leannorm.functional.valid import valid_positions
 from leannorm.nn._layer import Layer
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
-from leannorm.saving.evidence import bits
 
 
 def _inside_convolutions(model: Module) -> set[Module]:
@@ -170,9 +170,10 @@ def recalibrate(
 
     For batch norms in training mode, of leannorm and of torch: running mean and unbiased variance are of all
     values that the layer saw, whatever the batches' sizes, and the counter is the number of batches. Frozen
-    layers, layers in evaluation mode, instance and group norms, and all other buffers are as before. Each
-    batch is normalized by its own statistics, as in training. What changes a layer's input, such as dropout,
-    is the model's: it runs in the mode that it is in, without gradients, compiled code eagerly.
+    layers, layers in evaluation mode, instance and group norms, and all else of the model are as before, and
+    random numbers go on as if nothing had run. Each batch is normalized by its own statistics, as in
+    training. What changes a layer's input, such as dropout, is the model's: it runs in the mode that it is
+    in, without gradients, compiled code eagerly.
 
     Args:
         model: of a DistributedDataParallel the module inside is run.
@@ -185,8 +186,8 @@ def recalibrate(
 
     Raises: `InputError` where nothing can be recalibrated: no layer in training mode, no batches, an empty
     one, one that is no tensor, tuple or mapping without `forward`, statistics that are not finite or that the
-    buffer cannot hold; `SyncError` where another rank failed; what the model raises. All buffers are as
-    before then.
+    buffer cannot hold; `SyncError` where another rank failed; what the model raises. The model is as it
+    was then.
     Source: the merge: Chan, Golub and LeVeque, 1983.
 
     >>> import torch, leannorm
@@ -215,7 +216,7 @@ def recalibrate(
         )
     left = {name: "in evaluation mode" for name in layers if name not in named}
     pools = {layer: _new_pool(layer, of_rank=True) for layer in named.values()}
-    with _buffers_restored(model):
+    with untouched(model):
         failure = _run(model, batches, forward, pools)
     if group is not None:
         call = Call("all layers", "recalibrate", 1, 0.0, False)
@@ -325,23 +326,6 @@ def _watched(batches: Iterable[Any]) -> Iterable[Any]:
     from rich.progress import track
 
     return track(batches, "recalibrate", console=Console(stderr=True), transient=True)
-
-
-@contextmanager
-def _buffers_restored(model: Module) -> Iterator[None]:
-    held = [(module, dict(module._buffers)) for module in model.modules()]
-    values = [(b, b.clone()) for _, buffers in held for b in buffers.values() if b is not None]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, buffers in held:
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            for buffer, value in values:
-                written = value.layout != torch.strided or not torch.equal(bits(buffer), bits(value))
-                if written:  # one that cannot be written was not
-                    buffer.copy_(value)
 
 
 def _statistics(name: str, layer: _BatchNorm, pool: Pool) -> tuple[Tensor, Tensor, int, int]:
