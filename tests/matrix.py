@@ -86,8 +86,8 @@ class Environment:
             self._pip("--no-deps", "triton==3.6.0")
 
     def install_alone(self, wheel: Path) -> None:
-        """The wheel and what it asks for, as a user does it."""
-        self._pip("-c", ROOT / "constraints.txt", wheel)
+        """The wheel and what its command asks for, as a user does it."""
+        self._pip("-c", ROOT / "constraints.txt", f"{wheel}[cli]")
 
     def _pip(self, *arguments: object) -> None:
         command = [self.python, "-m", "pip", "install", "-qq", "--no-cache-dir", "--no-compile"]

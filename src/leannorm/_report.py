@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
-from io import StringIO
+from itertools import zip_longest
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from unicodedata import combining, east_asian_width
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -38,6 +39,24 @@ class Table:
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
+
+    def text(self) -> str:
+        """As `rich` draws it, on lines as long as the cells are."""
+        table = (self.columns, *self.rows)
+        lines = [[cell.splitlines() or [""] for cell in row] for row in table]
+        widths = [max(_width(line) for cell in cells for line in cell) for cells in zip(*lines, strict=True)]
+        rule = f" {'─' * (sum(widths) + 3 * len(widths) - 1)} "
+        head, *rows = ["\n".join(self._drawn(row, widths)) for row in lines]
+        return "\n".join([*filter(None, [self.title]), "", head, rule, *rows, ""])
+
+    def _drawn(self, row: Sequence[list[str]], widths: Sequence[int]) -> Iterator[str]:
+        for line in zip_longest(*row, fillvalue=""):
+            gaps = [" " * (width - _width(cell)) for cell, width in zip(line, widths, strict=True)]
+            padded = [
+                gap + cell if i >= self.numbers_from else cell + gap
+                for i, (cell, gap) in enumerate(zip(line, gaps, strict=True))
+            ]
+            yield f"  {'   '.join(padded)}"
 
     def html(self) -> str:
         head, *rows = (
@@ -84,16 +103,16 @@ class Report:
 
     def print(self) -> None:
         """The report on the terminal."""
-        from rich.console import Console
-
-        _tell(self.parts(), Console())
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:  # a need of the command alone; without it there are no colours
+            print(self)
+        else:
+            _tell(self.parts(), Console())
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = StringIO()
-        _tell(self.parts(), Console(file=text, width=10_000, no_color=True))
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+        text = "\n".join(part.text() if isinstance(part, Table) else part.text for part in self.parts())
+        return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.summary()})"
@@ -103,6 +122,11 @@ class Report:
             part.html() if isinstance(part, Table) else f"<div>{escape(part.text)}</div>"
             for part in self.parts()
         )
+
+
+def _width(text: str) -> int:
+    """The columns of a terminal that the text takes: two for a wide character, none for a combining one."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _tell(parts: Iterable[Part], console: Console) -> None:

@@ -3,10 +3,14 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import leannorm
@@ -115,6 +119,47 @@ def test_names_are_no_markup_and_numbers_that_are_not_finite_are_null(capsys):
     assert "<i>" not in html
     assert "&lt;i&gt;" in html
     assert "<caption>a &amp; b</caption>" in html
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        Table(["norm", "n"], [["layer1.0", "12"], ["x", "1234"]], "norms"),
+        Table(["", "a"], []),
+        Table(["层", "é", "n"], [["中文", "e\u0301", "1"], ["two\nlines", "34", ""]], numbers_from=2),
+    ],
+)
+def test_text_is_what_rich_draws(table):
+    drawn = StringIO()
+    Console(file=drawn, width=200, no_color=True).print(table.rich())
+    lines = [line.rstrip() for line in drawn.getvalue().splitlines()]
+    assert [line.rstrip() for line in table.text().split("\n")] == lines
+
+
+def test_without_rich_a_report_is_plain_text():
+    """And the command says in a line what to install."""
+    code = """
+import sys, torch
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('rich', 'typer'):
+            raise ModuleNotFoundError(f'No module named {name!r}')
+sys.meta_path.insert(0, Block())
+sys.stderr.isatty = lambda: True  # where there would be a progress bar
+import leannorm
+report = leannorm.recalibrate(torch.nn.BatchNorm1d(3), [torch.randn(4, 3)])
+report.print()
+print(report)
+from leannorm_command import main
+sys.argv[1:] = ['info']
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[: len(lines) // 2] == lines[len(lines) // 2 :] != []
+    needs = "leannorm: the command needs rich and typer (No module named 'rich'): "
+    assert done.stderr == f"{needs}{sys.executable} -m pip install rich typer\n"
+    assert done.returncode == 2
 
 
 def test_a_tables_title_is_no_markup(capsys):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
+NEEDS = ("rich", "typer")  # the extra `cli`; `import leannorm` needs neither
+INSTALL = f"{sys.executable} -m pip install"
 CHECK_FELL_SHORT, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 
@@ -16,6 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on stderr that says what to change; where several things do not fit, each has a line below it.
     130: interrupted from the keyboard; no file is half-written.
     """
+    try:
+        for name in NEEDS:
+            import_module(name)
+    except ModuleNotFoundError as error:
+        return _complain(f"the command needs {' and '.join(NEEDS)} ({error}): {INSTALL} {' '.join(NEEDS)}")
     import typer
 
     from leannorm._errors import LeannormError

@@ -319,11 +319,14 @@ def _run(
 
 
 def _watched(batches: Iterable[Any]) -> Iterable[Any]:
-    """With a progress bar where somebody can see it."""
+    """With a progress bar where somebody can see it, and rich is installed, which the command needs."""
     if not sys.stderr.isatty():
         return batches
-    from rich.console import Console
-    from rich.progress import track
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ModuleNotFoundError:
+        return batches
 
     return track(batches, "recalibrate", console=Console(stderr=True), transient=True)
 
