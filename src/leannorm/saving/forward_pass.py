@@ -113,7 +113,8 @@ class ForwardPass:
         self._stack.close()
         if self._recorded is not None:
             rows = self._recorded.close()
-            self._recorded_any = bool(rows)
+            self._recorded_any = self._recorded.seen
+            self._freed_within = self._recorded.seen and not rows
             self.ledger.add(rows)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
