@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class ForwardPass:
         if most is None and not torch.is_grad_enabled():
             most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
-            self._small = SmallPass(self._begin, most)
+            self._small = SmallPass(self._search_from_here, most)
         pack = self._begin() if self._small is None else self._small.pack
         self._set = self._stack.enter_context(PassHooks(pack, unpack))
 
@@ -97,6 +98,10 @@ class ForwardPass:
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
 
+    def _search_from_here(self) -> bool:
+        """From the next tensor on; False if that could not be."""
+        return self._set is not None and self._set.replace(partial(self._begin, from_here=True))
+
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
         self._stack.close()
@@ -104,6 +109,7 @@ class ForwardPass:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
             self._packing.recent.clear()
+            self._packing.last = -1, None
             self._packing.vain.close()
         kept = [] if self._small is None else self._small.kept
         self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
