@@ -139,7 +139,8 @@ class ForwardPass:
         try:
             if not nbytes:
                 packing.reasons[reasons.BACKWARD_WITHIN] = 1
-            share = self.ledger.kept() / max(nbytes, 1)
+            before = 0 if self._small is None else self._small.nbytes  # the search, which no plan knows of
+            share = (self.ledger.kept() - before) / max(nbytes - before, 1)
             self._of_plans = following.end(packing.calls, packing.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
             packing.reasons[reasons.no_plan(error)] = 1
