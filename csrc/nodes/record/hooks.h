@@ -160,7 +160,7 @@ struct Pass {
     at::removeCallback(handle);
     const Log::Lock lock(*log);
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
-    if (current == log) current = before;
+    if (current == log) current = before && !before->closed ? before : nullptr;
     before.reset();
   }
   // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
