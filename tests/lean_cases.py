@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,21 @@ def without_nodes(monkeypatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("leannorm.saving.") and hasattr(module, "NODES"):
             monkeypatch.setattr(module, "NODES", None)
+
+
+def assert_trains_as_torch(train: Callable[..., list[Tensor]], settings: dict[str, Any]) -> None:
+    """`train(context)` returns the gradients of some steps."""
+    found = []
+    for context in (nullcontext, lambda: lean(**settings)):
+        torch.manual_seed(0)
+        found.append(train(context))
+    stock, ours = found
+    assert len(stock) == len(ours)
+    assert all(map(torch.equal, stock, ours))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 class Apply(nn.Module):

@@ -7,6 +7,8 @@
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <bitset>
+
 namespace leannorm {
 
 using torch::autograd::Node;
@@ -32,6 +34,29 @@ inline PyObject* thread_of(PyObject*, PyObject* object) {
   if (node == nullptr) Py_RETURN_NONE;
   return PyLong_FromUnsignedLongLong(node->thread_id());
   END_HANDLE_TH_ERRORS
+}
+
+// Does a backward pass that begins at `root` come to the node that was saving when this was the next node's number? Not
+// if that is another thread's, or far away.
+inline bool comes_to(const Node* root, uint64_t number) {
+  constexpr uint64_t kFarthest = 1 << 14;
+  const uint64_t first = number - 1, last = root->sequence_nr(), thread = root->thread_id();
+  if (number == 0 || last < first || last - first >= kFarthest) return false;
+  if (last == first) return true;
+  std::bitset<kFarthest> seen;
+  std::vector<const Node*> left{root};
+  while (!left.empty()) {
+    const Node* const node = left.back();
+    left.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      const Node* const before = edge.function.get();
+      if (before == nullptr || before->sequence_nr() < first || before->sequence_nr() >= last) continue;  // a leaf's is larger
+      if (before->thread_id() != thread || seen[before->sequence_nr() - first]) continue;
+      if (before->sequence_nr() == first) return true;
+      seen.set(before->sequence_nr() - first), left.push_back(before);
+    }
+  }
+  return false;
 }
 
 // While it lives, torch's compiler leaves alone what this thread calls: where it has left code to Python, it watches

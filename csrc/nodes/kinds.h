@@ -2,6 +2,7 @@
 // save of which the same is true gets the same step, without a search.
 #pragma once
 
+#include "leaves.h"
 #include "sorts.h"
 
 #include <c10/util/SmallVector.h>
@@ -83,16 +84,6 @@ struct Kind {
 inline Ref copy_of(const Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return out_of_circles(checked(THPVariable_Wrap(t.clone())));
-}
-
-// Does the leaf hold what a node of this pass read? As leaves.py.
-inline bool proves(const Now& now, PyObject* leaf) {
-  const Ref id = checked(PyLong_FromVoidPtr(leaf));
-  PyObject* const before = PyDict_GetItemWithError(now.before, id.get());
-  const Tensor* const v = tensor_of(leaf);
-  if (before == nullptr || v == nullptr) return false;
-  return PyLong_AsLong(PyTuple_GET_ITEM(before, 1)) == static_cast<long>(v->_version()) &&
-         matches(PyTuple_GET_ITEM(before, 2), *v);
 }
 
 // Equal, as `exact` of graph.py: 0.0 is not -0.0, and neither 1 nor True is 1.0.
@@ -200,7 +191,7 @@ class Match {
     if (!found.value || !is_value(found.value.get())) return false;
     PyObject* const value = found.value.get();
     if (get(value, slots.memory).get() != Py_None || get(value, slots.as_made).get() != Py_True) return false;
-    if (sort_of(now_, value) != edge.at || !is_current(value)) return false;
+    if (sort_of(now_, value) != edge.at || !is_current(value) || !is_read_below({nodes_[0], now_.saved_too}, value)) return false;
     edge_value(i, k) = std::move(found.value);
     return true;
   }
@@ -229,9 +220,9 @@ class Match {
 
   Ref value_of(const Source& source) {
     if (source.how == Source::kField) return borrowed(field(source.check, source.index).get());
-    PyObject* const at = edge_value(source.check, source.index).get();
-    if (source.how == Source::kEdge) return borrowed(at);
-    if (source.how == Source::kLeaf) {
+    if (source.how != Source::kMade) {
+      PyObject* const at = edge_value(source.check, source.index).get();
+      if (source.how == Source::kEdge) return borrowed(at);
       static PyObject* const unnamed = PyUnicode_InternFromString("");
       return with_provenance(new_value(at, tensor_of(at)->_version(), Py_None, unnamed));
     }
@@ -243,10 +234,8 @@ class Match {
     set(value.get(), slots.shape, how.shape), set(value.get(), slots.dtype, how.dtype);
     if (how.products != 0) set_number(value.get(), slots.products, how.products);
     made_.emplace_back(how.check, borrowed(value.get()));
-    if (!now_.waits) {
-      if (!how.sort) how.sort = checked(PyObject_CallOneArg(now_.sorter, value.get()));
-      else set(value.get(), slots.sort, how.sort);
-    }
+    if (!how.sort) how.sort = checked(PyObject_CallOneArg(now_.sorter, value.get()));
+    else set(value.get(), slots.sort, how.sort);
     return with_provenance(std::move(value));
   }
   Ref with_provenance(Ref value) {
@@ -325,7 +314,7 @@ class Match {
   // The tensor of a value that is held, unedited; undefined for none.
   static Tensor look(PyObject* value) {
     if (value == nullptr) return Tensor();
-    const Ref held = get(value, slots.tensor);
+    const Ref held = as_pinned(value);
     const Tensor* const v = tensor_of(held.get());
     if (v == nullptr || get(value, slots.step).get() != Py_None || !is_current(value)) throw Unusual();
     if (!matches(get(value, slots.sample).get(), *v)) throw Unusual();

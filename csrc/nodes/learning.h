@@ -91,7 +91,7 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->copied = object_of(from["copied"]), made->convolutions = object_of(from["convolutions"]), made->linear = object_of(from["linear"]);
   made->following = object_of(from["following"]), made->calls = object_of(from["calls"]), made->plan = borrowed(Py_None);
   made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
-               made->before.get(), made->sorter.get(), &made->memo->sorts, from["from_here"].cast<bool>(), false,
+               made->before.get(), made->sorter.get(), &made->memo->sorts, from["from_here"].cast<bool>(),
                from["most_in_a_row"].cast<long>(), from["most_runs"].cast<long>()};
   made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();
   made->largest = 0, made->much_larger = from["much_larger"].cast<long>();
@@ -155,6 +155,12 @@ inline void add_lean(py::module_ module) {
       .def(py::init()).def("learn", &learn).def("clear", &Memo::clear);
   module.def("fields", &field_names).def("watch_edits", &watch_edits).def("stop_watching", &stop_watching);
   module.def("worked_in_place", &asked_in_place);
+  module.def("comes_to", [](py::handle root, uint64_t number) {
+    const Node* const node = node_of(root.ptr());
+    return node != nullptr && comes_to(node, number);
+  });
+  module.def("watch_leaves", &watch_leaves).def("stop_watching_leaves", &stop_watching_leaves);
+  module.def("had_other_data", [](py::handle leaf) { return had_other_data(THPVariable_Unpack(leaf.ptr())); });
   if (PyType_Ready(&pass_type) != 0 || PyModule_AddFunctions(module.ptr(), lean_functions) != 0) throw py::error_already_set();
 }
 

@@ -51,7 +51,10 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   const bool large = t.numel() >= p->smallest, is_parameter = Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
   if (t.requires_grad()) {
     Ref value = new_value(object, version, Py_None, unnamed);
-    if (t.dim() == 1 || p->reads_weights || !is_parameter || by_norm(p)) set(value.get(), slots.sample, sample_of(t));
+    if (t.dim() == 1 || p->reads_weights || !is_parameter || by_norm(p)) {
+      set(value.get(), slots.sample, sample_of(t));
+      pin(value.get(), t);
+    }
     return finished(p, std::move(value));
   }
   // a mask, or integers: their values say how they are held; a mask was written (masks.py)
@@ -65,6 +68,7 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   if (large && alone) set(value.get(), slots.name, name_of_caller()), set(value.get(), slots.why, p->kept);
   const bool sampled = !integers && (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True);
   if (sampled) set(value.get(), slots.sample, sample_of(t));
+  if (sampled && !alone) pin(value.get(), t);
   value = finished(p, std::move(value));
   if (!is_parameter && !(t.is_view() && is_leaf_or_parameter(t._base()))) in_ledger(p, value.get());
   return value;
@@ -148,6 +152,8 @@ inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known)
   if (layout.get() != before.get() && PyObject_RichCompareBool(layout.get(), before.get(), Py_EQ) != 1) throw Unusual();
   const bool rebuilt = get(value, slots.step).get() != Py_None && get(value, slots.memory).get() == Py_None;
   if (rebuilt && !matches(get(value, slots.sample).get(), t)) throw Unusual();
+  // two calls save it: neither speaks for the other
+  if (const Ref call = get(value, slots.call); call.get() != Py_None && call.get() != call_of(p)) set(value, slots.call, Py_None);
   use(value);
   return std::move(known.value);
 }
@@ -160,10 +166,8 @@ inline Ref held(State* p, const Tensor& t, PyObject* name) {
 // Is it made of what was copied for it? The ledger counts that.
 inline bool has_copied_part(PyObject* root) {
   PyObject* const inputs = field_of(root, kInputs);
-  for (Py_ssize_t i = 0; inputs != nullptr && i < PyTuple_GET_SIZE(inputs); ++i) {
-    PyObject* const name = in_its_place(PyTuple_GET_ITEM(inputs, i), slots.name);
-    if (PyUnicode_Compare(name, classes().copied_part) == 0) return true;
-  }
+  for (Py_ssize_t i = 0; inputs != nullptr && i < PyTuple_GET_SIZE(inputs); ++i)
+    if (is_copied_part(PyTuple_GET_ITEM(inputs, i))) return true;
   return false;
 }
 
@@ -212,15 +216,6 @@ inline Vain in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass
   return found;
 }
 
-// Values that wait for this output of the node are tried again.
-inline void retry(State* p, Node* node, uint32_t output) {
-  if (!p->now.waits || PyDict_GetItemWithError(metadata_of(node), names().waiting) == nullptr) return;
-  const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
-  const Ref number = checked(PyLong_FromUnsignedLong(output));
-  PyObject* const given[] = {p->packing.get(), of_python.get(), number.get()};
-  checked(PyObject_VectorcallMethod(names()._retry, given, 3, nullptr));
-}
-
 // What a held tensor gives access to, a view its base and a concatenation its parts, is registered; as _offers.
 inline void offer(State* p, PyObject* value, PyObject* object, const Tensor& t, Node* node, const NodeClass& of) {
   if (!of.joins) {
@@ -235,8 +230,7 @@ inline void offer(State* p, PyObject* value, PyObject* object, const Tensor& t, 
       set(whole.get(), slots.provenance, p->provenance), set(whole.get(), slots.order, order);
       set(whole.get(), slots.seen_at, get(value, slots.seen_at)), set(whole.get(), slots.sample, sample_of(base));
       set(value, slots.whole, whole);
-      record(producer.get(), base.output_nr(), checked(PyWeakref_NewRef(whole.get(), nullptr)));
-      return retry(p, producer.get(), base.output_nr());
+      return record(producer.get(), base.output_nr(), checked(PyWeakref_NewRef(whole.get(), nullptr)));
     }
   }
   set_number(p->packing.get(), names().seen, p->seen);
@@ -342,8 +336,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   if (plan.call) remember(p, value.get(), object, is_held);
   record_packed(node, output, value.get(), sample.get());
   if (is_held && large && !edited && is_sure && (t.is_view() || of.joins)) offer(p, value.get(), object, t, node, of);
-  retry(p, node, output);
-  if (how != nullptr && !p->now.waits) {
+  if (how != nullptr) {
     if (!how->sort) how->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
     else set(value.get(), slots.sort, how->sort);
   }
@@ -361,9 +354,13 @@ inline bool is_usual(State* p, PyObject* object) {
 inline PyObject* by_packing(State* p, PyObject* object) {
   try {
     set_number(p->packing.get(), names().seen, p->seen - 1), set_number(p->packing.get(), names()._largest, p->largest);
+    if (p->now.saved_too != nullptr) {
+      const Ref next = checked(PyLong_FromUnsignedLongLong(p->now.next));
+      const Ref node = checked(torch::autograd::functionToPyObject(p->now.saved_too->getptr()));
+      set(p->packing.get(), names().last, checked(PyTuple_Pack(2, next.get(), node.get())));
+    }
     Ref value = checked(PyObject_CallOneArg(p->pack.get(), object));
     p->largest = number(p->packing.get(), names()._largest);
-    p->now.waits = get(p->packing.get(), names()._anything_waits).get() == Py_True;
     if (p->following.get() != Py_None) p->plan = get(p->following.get(), names().plan);
     return value.release();
   } catch (const Unusual&) {
@@ -375,7 +372,7 @@ inline PyObject* pack(PyObject* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const Unwatched unwatched;
   State* const p = reinterpret_cast<PassObject*>(self)->state;
-  ++p->seen;
+  ++p->seen, p->now.saved_too = nullptr;
   try {
     const bool has_goal = p->following.get() != Py_None && p->plan.get() == Py_None;  // a plan is made of the pass
     if (!has_goal && is_usual(p, object)) {
@@ -383,6 +380,8 @@ inline PyObject* pack(PyObject* self, PyObject* object) {
       const Tensor t = THPVariable_Unpack(object);
       if (flags_as_before(p)) {
         const auto& node = t.grad_fn();
+        if (node && p->last_of == p->now.next) p->now.saved_too = p->last;
+        if (node) p->last = node.get(), p->last_of = p->now.next;
         return (node ? of_node(p, object, t, node.get()) : without_node(p, object, t)).release();
       }
     }

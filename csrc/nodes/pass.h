@@ -54,6 +54,8 @@ struct State {
   long most_values = 0;  // the ledger looks for values that are gone where it has more, and says the next limit
   long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
+  Node* last = nullptr;          // the node that made what was packed last, while the next node was this:
+  uint64_t last_of = UINT64_MAX;
   bool everything, reads_weights, flags_changed;
 };
 struct PassObject {

@@ -46,8 +46,9 @@ struct Now {
   uint64_t thread, since, next;  // this thread's next node
   PyObject *flags, *before, *sorter;
   Sorts* sorts;
-  bool from_here, waits;  // may what a value is rebuilt from change?
+  bool from_here;
   long most_in_a_row, most_runs;  // steps, as search.py has them
+  Node* saved_too = nullptr;      // the node that made what the one that saves now has saved just before
 
   bool made(const Node& node) const { return node.thread_id() == thread && node.sequence_nr() >= since; }
 };
@@ -93,7 +94,7 @@ inline int64_t sort_of(const Now& now, PyObject* value) {
   Ref sort = get(value, slots.sort);
   const bool is_held = get(value, slots.step).get() == Py_None;
   if (sort.get() == Py_None && is_held) sort = sort_of_held(now, value);
-  else if (sort.get() == Py_None || now.waits) sort = checked(PyObject_CallOneArg(now.sorter, value));
+  else if (sort.get() == Py_None) sort = checked(PyObject_CallOneArg(now.sorter, value));
   return PyLong_AsLongLong(sort.get());
 }
 

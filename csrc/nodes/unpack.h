@@ -88,12 +88,12 @@ class Rebuild {
   }
   bool holds(PyObject* value) {
     if (get(value, slots.spec).get() != Py_None || !is_current(value)) return false;
-    const Ref held = get(value, slots.tensor), sample = get(value, slots.sample);
-    const Tensor* const t = tensor_of(held.get());
-    if (t == nullptr) return false;
+    const Ref held = as_pinned(value), own = get(value, slots.tensor), sample = get(value, slots.sample);
+    const Tensor *const t = tensor_of(held.get()), *const leaf = tensor_of(own.get());
+    if (t == nullptr || leaf == nullptr) return false;
     is_streamed_ = is_streamed_ || get(value, slots.stream).get() != Py_None;
     note_stream(*t);
-    if (sample.get() == Py_None && t->requires_grad()) {  // not sampled: of a device, or it may be freed
+    if (sample.get() == Py_None && leaf->requires_grad()) {  // not sampled: of a device, or it may be freed
       if (t->is_cpu() || !t->has_storage() || (t->numel() != 0 && t->storage().nbytes() == 0)) return false;
     }
     return matches(sample.get(), *t);
@@ -109,7 +109,7 @@ class Rebuild {
     std::vector<Made> made;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
       PyObject* const input = PyTuple_GET_ITEM(inputs, i);
-      if (in_its_place(input, slots.step) == Py_None) made.push_back({get(input, slots.tensor), kHeld});
+      if (in_its_place(input, slots.step) == Py_None) made.push_back({as_pinned(input), kHeld});
       else made.push_back(of(input));
     }
     PyObject* const in_place = PyTuple_GET_ITEM(step.get(), kInPlace);

@@ -28,12 +28,11 @@ inline Ref out_of_circles(Ref object) {
 struct Names {
 #define LEANNORM_NAME(name) *name = PyUnicode_InternFromString(#name)
   PyObject LEANNORM_NAME(shape), LEANNORM_NAME(dtype), LEANNORM_NAME(sample), LEANNORM_NAME(seen), LEANNORM_NAME(_largest);
-  PyObject LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed), LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(drop_dead);
+  PyObject LEANNORM_NAME(last), LEANNORM_NAME(_closed), LEANNORM_NAME(_call_of), LEANNORM_NAME(drop_dead);
   PyObject LEANNORM_NAME(_offers), LEANNORM_NAME(rebuilds), LEANNORM_NAME(told), LEANNORM_NAME(again), LEANNORM_NAME(recent);
   PyObject LEANNORM_NAME(append), LEANNORM_NAME(plan), LEANNORM_NAME(made_for), LEANNORM_NAME(calls), LEANNORM_NAME(rebuild);
   PyObject LEANNORM_NAME(narrow), LEANNORM_NAME(whys);
 #undef LEANNORM_NAME
-  PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
   PyObject* registry[8];  // the keys of a node's metadata, by output; as graph.py
   Names() {
     for (int i = 0; i < 8; ++i) registry[i] = PyUnicode_InternFromString(("leannorm " + std::to_string(i)).c_str());
@@ -79,7 +78,7 @@ inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_T
   of(tensor) of(version) of(step) of(name) of(users) of(layout) of(shape) of(dtype) of(seconds) of(frees)        \
   of(place) of(as_made) of(provenance) of(order) of(seen_at) of(copied_to_edit) of(products) of(call)            \
   of(from_narrow) of(why) of(watch) of(spec) of(sample) of(memory) of(seen) of(original) of(sort) of(in_rows)    \
-  of(stream) of(whole) of(packed) of(_left) of(_rebuilt) of(_rebuilt_version) of(_rebuilt_on)
+  of(stream) of(whole) of(packed) of(pinned) of(_left) of(_rebuilt) of(_rebuilt_version) of(_rebuilt_on)
 struct Slot {
   Py_ssize_t at = 0;
 
@@ -210,6 +209,11 @@ inline bool is_current(PyObject* value) {
   return THPVariable_Check(counter.get()) && THPVariable_Unpack(counter.get())._version() == number(value, slots.version);
 }
 
+// Value.pin, of a value that has a sample.
+inline void pin(PyObject* value, const Tensor& leaf) {
+  set(value, slots.pinned, out_of_circles(checked(THPVariable_Wrap(leaf.detach()))));
+}
+
 // Value.used
 inline void use(PyObject* value) {
   const long users = number(value, slots.users) + 1;
@@ -226,7 +230,14 @@ inline void use(PyObject* value) {
     const Tensor* const held = tensor_of(tensor.get());
     if (held == nullptr) throw Unusual();
     set(input, slots.sample, sample_of(*held));
+    if (held->requires_grad()) pin(input, *held);
   }
+}
+
+// What steps read of a value that is held.
+inline Ref as_pinned(PyObject* value) {
+  Ref pinned = get(value, slots.pinned);
+  return pinned.get() == Py_None ? get(value, slots.tensor) : std::move(pinned);
 }
 
 // Of the value's step; null for a value that is held.
@@ -237,6 +248,10 @@ inline PyObject* field_of(PyObject* value, Field field) {
 inline bool is_kind(PyObject* value, const char* kind) {
   PyObject* const own = field_of(value, kKind);
   return own != nullptr && PyUnicode_CompareWithASCIIString(own, kind) == 0;
+}
+
+inline bool is_copied_part(PyObject* value) {
+  return PyUnicode_Compare(in_its_place(value, slots.name), classes().copied_part) == 0;
 }
 
 // ---------------------------------------------------------------- from a node's output to its value

@@ -251,7 +251,9 @@ def test_an_edit_of_what_a_rebuild_needs_raises():
         loss = network(torch.randn(512, 256)).square().mean()
     with torch.no_grad():
         network[0].weight.data.mul_(2)  # no counter moves
-    with pytest.raises(RuntimeError, match=r"edited in place after leannorm\.lean\(\)'s forward pass"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation after leannorm\.lean\(\)'s forward pass"
+    ):
         loss.backward()
 
 

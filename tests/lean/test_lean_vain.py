@@ -125,7 +125,7 @@ def test_what_the_other_model_holds_is_rebuilt(by, searched, monkeypatch):
         def forward(self, x):
             a, b, c, d = (layer(x) for layer in self.layers)
             y = a.sin() + b.sin()
-            return y + (c + d if self.held else a + b).cos()
+            return (c + d if self.held else a + b) * y.sigmoid()  # which is made of what saved a and b
 
     models = [Sum(held) for held in (True, False)]
     for i in range(12):
@@ -143,7 +143,7 @@ class SumOfHeld(nn.Module):
 
     def forward(self, x):
         a, b = self.a(x), self.b(x)
-        return a.sin() + b.sin() + (a + b).cos()
+        return (a + b) * (a.sin() + b.sin()).sigmoid()
 
 
 def test_what_is_rebuilt_is_never_told(searched):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -95,6 +97,86 @@ class Halves(Function):
     def backward(ctx, grad_a, grad_b):
         (b,) = ctx.saved_tensors
         return grad_a * 0.5 + grad_b * (1 - b * b)
+
+
+@torch.library.custom_op("programs::doubled_sin", mutates_args=())
+def doubled_sin(x: torch.Tensor) -> torch.Tensor:
+    """Its backward function writes into what it has saved."""
+    return x.sin() * 2
+
+
+def _slope(ctx, grad):
+    (x,) = ctx.saved_tensors
+    slope = grad * 2 * x.cos()
+    if torch.is_grad_enabled():
+        return slope
+    x.detach().copy_(slope)
+    return slope
+
+
+doubled_sin.register_fake(torch.empty_like)
+doubled_sin.register_autograd(
+    _slope, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+
+
+@contextlib.contextmanager
+def swapped(on, *leaves):
+    """Leaves have other data in the meantime, as weights that are quantized for the time of a call."""
+    kept = [leaf.data for leaf in leaves]
+    for leaf in leaves if on else ():
+        leaf.data = (leaf.data * 4).round() / 4
+    try:
+        yield
+    finally:
+        for leaf, data in zip(leaves, kept, strict=True):
+            leaf.data = data
+
+
+@contextlib.contextmanager
+def taking_turns(first, second):
+    """Two contexts, of which the first to open is the first to close: those of two tasks of one thread."""
+    first.__enter__()
+    second.__enter__()
+    try:
+        yield
+    finally:
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+
+
+def convolved(x, weight, bias):
+    """By the method of torch's layer, whose frame tells the bias."""
+    layer = nn.Conv2d(weight.shape[1], weight.shape[0], weight.shape[2:], device="meta")
+    return layer._conv_forward(x, weight, bias)
+
+
+def forked(x):
+    """A part runs in a thread of torch's own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _script()(x)
+
+
+@lru_cache
+def _script():
+    return torch.jit.script(_two_parts)
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sigmoid()
+
+
+def _two_parts(x: torch.Tensor) -> torch.Tensor:
+    future = torch.jit.fork(_silu, x)
+    y = x.tanh()
+    return torch.jit.wait(future) + y
+
+
+def exchanged(leaf):
+    """Has another tensor behind the same Python object, as `module.to` may do."""
+    if leaf.is_leaf and leaf.grad is None:
+        torch.utils.swap_tensors(leaf, nn.Parameter(leaf.detach() * 0.5, leaf.requires_grad))
 
 
 class Interrupt(KeyboardInterrupt):

@@ -247,6 +247,16 @@ def _backward(maker):
     elif maker.chance(0.05) and maker.tensors():
         name = rng.choice(maker.tensors())
         lines.append(Line(0, maker.pick("{}.mul_(2)", "with torch.no_grad(): {}.mul_(2)").format(name)))
+    once = any("doubled_sin" in line.text for line in maker.lines)
+    if once:
+        passes = passes[:1]  # a second pass would read what the first has written
+    logs = [name for name in maker.names if name.startswith("log") and len(name) > 3]
+    if (
+        logs and not once and maker.chance(0.3)
+    ):  # a first loss, whose backward pass is done when the second's begins
+        lines.append(Line(0, f"if {logs[0]}.requires_grad: {logs[0]}.backward(retain_graph=True)"))
+        if maker.tensors() and maker.chance(0.5):
+            lines.append(Line(0, f"{maker.rng.choice(maker.tensors())}.mul_(2)"))
     depth = 0
     if maker.chance(0.1):
         lines.append(Line(0, f"with {rng.choice([b for b in BLOCKS if 'lean' not in b])}:"))
@@ -254,6 +264,8 @@ def _backward(maker):
     lines += [Line(depth, text) for text in rng.choice(passes)]
     if maker.chance(0.7):
         lines.append(Line(0, maker.pick("sgd(0.1)", "sgd(0.1, data=True)", "sgd(1.0)")))
+        if trained and maker.program.forwards == 1 and maker.chance(0.05):
+            lines.append(Line(0, f"exchanged({rng.choice(trained)})"))
 
 
 def _documented(program):

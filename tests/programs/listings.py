@@ -1,5 +1,7 @@
 """What `lean()` once had wrong, as programs; and where it may refuse in place of being right."""
 
+from programs.listings_trains import TRAINS
+
 KNOWN = {
     "a copy of a weight is overwritten": """
         n=4,4 s=6,6
@@ -278,6 +280,7 @@ KNOWN = {
         backward:
             loss.backward()
     """,
+    **TRAINS,
 }
 FAIRLY_REFUSED = {
     "a view of a weight, between two backward passes": ["refused"],

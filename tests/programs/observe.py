@@ -89,18 +89,21 @@ class Observed(NamedTuple):
     lines: tuple[Seen, ...] = ()
     complete: bool = False
     updates: bool = False  # of parameters, before a backward pass
+    in_part: bool = False  # is a backward pass told where to end?
 
     @property
     def edits_what_was_read(self):
-        """Does the program edit anything after it was read, or update leaves before a backward pass?"""
+        """Does the program edit anything of which `lean()` says that it may refuse: where autograd does not
+        see it, or leaves before a backward pass? Not what torch allows else, unless a backward pass goes
+        through a part of the graph alone."""
         read: set[int] = set()
         if self.updates:
             return True
         for line in self.lines:
             edit = edit_of(line.text)
-            if edit is not None and (
-                edit.kind != "visible" or line.no_grad or line.memory.get(edit.name) in read
-            ):
+            hidden = edit is not None and (edit.kind != "visible" or line.no_grad)
+            again = edit is not None and line.memory.get(edit.name) in read
+            if hidden or (again and (self.in_part or edit.name in line.leaves)):
                 return True
             read |= {line.memory[name] for name in names_read(line.text) if name in line.memory}
         return False
@@ -208,7 +211,7 @@ def observe(program):
             best = Observed(tuple(observer.seen), observer.complete)
         if observer.complete:
             break
-    return best._replace(updates=updates)
+    return best._replace(updates=updates, in_part=any("autograd.grad(" in text for text in after))
 
 
 class _OneStep(Observer):

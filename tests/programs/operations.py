@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from programs import meanwhile
 from programs.edits import activation_in_place, hidden_edit, leaf_edit, visible_edit
 from programs.norms import NORMS, of_channels, of_rows, with_other_affine
 from programs.parts import COPIES, ELEMENTWISE, inner, weight
@@ -22,6 +23,7 @@ BLOCKS = [
     "deterministic(True)",
     'lean("conv")',
     "lean()",
+    'taking_turns(lean("conv"), lean())',
     "suppressed()",
     "torch.no_grad()",
     "torch.autograd.graph.save_on_cpu()",
@@ -259,6 +261,9 @@ def user_function(g):
         return None
     if g.chance(0.1):
         return f"{g.fresh()}, {g.fresh()} = Halves.apply({name})"
+    if g.chance(0.15):
+        own = g.pick(*ELEMENTWISE, "({} * 1.0)").replace("{}", name)  # nobody else reads it
+        return f"{g.fresh()} = " + g.pick(f"doubled_sin({own})", f"forked({inner(g, name)})")
     return f"{g.fresh()} = {g.pick(*_USERS)}.apply({inner(g, name)})"
 
 
@@ -321,6 +326,10 @@ def setting(g):
     return g.pick(*forms, "only_warns({})").format(g.pick("i % 2", "not i", "i == 1"))
 
 
+def other_data(g):
+    return meanwhile.other_data(g, layer)
+
+
 def stop(g):
     name = g.tensor()
     step = g.pick("i == 0", "i == 1")
@@ -354,6 +363,9 @@ OPERATIONS = {
     made_elsewhere: 2,
     transform: 2,
     setting: 1,
+    other_data: 2,
+    meanwhile.shared_weight: 2,
+    meanwhile.branch_of_its_own: 3,
     stop: 1,
     forget: 1,
 }

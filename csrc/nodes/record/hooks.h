@@ -160,7 +160,7 @@ struct Pass {
     at::removeCallback(handle);
     const Log::Lock lock(*log);
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
-    if (current == log) current = before;
+    if (current == log) current = before && !before->closed ? before : nullptr;
     before.reset();
   }
   // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
@@ -190,6 +190,7 @@ inline void add_record(py::module_ module) {
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
       .def("close", &Pass::close)
       .def("rows", &Pass::rows)
+      .def("seen", [](const Pass& p) { return p.log->listed.size(); })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

@@ -112,8 +112,9 @@ class Replay {
   Tensor checked(const Value& x) const {
     const bool edited = !x.copied && (x.lost || (log_.closed && x.counter.current_version() != x.version));
     TORCH_CHECK(!edited && x.sample.matches(Sample::of(x.held)),
-                "a tensor of shape ", x.made.sizes, " was edited in place after leannorm.lean()'s forward pass had read it, and is"
-                " needed to rebuild another one: edit it after backward(), edit a copy of it, or leave lean() out of this step");
+                "a tensor of shape ", x.made.sizes, " has been modified by an inplace operation after leannorm.lean()'s forward pass"
+                " had read it, and is needed to rebuild another one: edit it after backward(), edit a copy of it, or leave"
+                " lean() out of this step");
     return x.held;
   }
 

@@ -48,10 +48,33 @@ class PassHooks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _count(-1)
-        _thread.open.pop()
+        _thread.open.remove(self)
         if not _thread.aside:
-            _autograd._pop_saved_tensors_default_hooks()
+            self._take_away()
         _thread.aside = _thread.aside and bool(_thread.open)
+
+    def _take_away(self) -> None:
+        """These hooks, and no others: of tasks that take turns in one thread, the first to end may lie below
+        the others."""
+        above = list[tuple[Any, Any]]()
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            if top == self._hooks:
+                break
+            above.append(top)
+        for hooks in reversed(above):
+            _autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def replace(self, make: Callable[[], Callable[[Tensor], Any]]) -> bool:
+        """Another first hook, from the next tensor on, if these hooks are this thread's and lie on top. For
+        the first hook itself, which torch calls where it does."""
+        if not (self in _thread.open and self._is_on_top()):
+            return False
+        pack = make()
+        _autograd._pop_saved_tensors_default_hooks()
+        self._hooks = pack, self._hooks[1]
+        self._set()
+        return True
 
     def _set(self) -> None:
         _autograd._push_saved_tensors_default_hooks(*self._hooks)

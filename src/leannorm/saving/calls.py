@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm.saving.shards import copied
+from leannorm.saving.shards import PLAIN, copied
 from leannorm.saving.steps import share_memory
 
 
@@ -81,6 +81,16 @@ def call_of(frame: FrameType) -> CallArguments | None:
     """The arguments of the call in `frame`, the caller of the pack hook; None if nothing is missing."""
     read = READ.get(frame.f_code)
     return _of_frozen_norm(frame) if read is None else read(frame.f_locals)
+
+
+def biases_at_hand(frame: FrameType) -> list[Tensor]:
+    """The vectors that are trained and that the function in `frame` knows, its node perhaps not."""
+    known = frame.f_locals
+    given, layer = [*known.values(), *known.get("args", ())], known.get("self")
+    if isinstance(layer, torch.nn.Module):
+        given += layer._parameters.values()
+    tensors = [one for one in given if type(one) in PLAIN]
+    return [one for one in tensors if one.requires_grad and one.is_leaf and one.dim() == 1]
 
 
 def _of_linear(arguments: dict[str, Any]) -> CallArguments | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ class ForwardPass:
         if most is None and not torch.is_grad_enabled():
             most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
-            self._small = SmallPass(self._begin, most)
+            self._small = SmallPass(self._search_from_here, most)
         if self._settings.may_be_small and serves():
             self._unpack = NODES.record_unpack
         pack = self._begin() if self._small is None else self._small.pack
@@ -108,17 +109,23 @@ class ForwardPass:
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
 
+    def _search_from_here(self) -> bool:
+        """From the next tensor on; False if that could not be."""
+        return self._set is not None and self._set.replace(partial(self._begin, from_here=True))
+
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._recorded is not None:
             rows = self._recorded.close()
-            self._recorded_any = bool(rows)
+            self._recorded_any = self._recorded.seen
+            self._freed_within = self._recorded.seen and not rows
             self.ledger.add(rows)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
             self._packing.recent.clear()
+            self._packing.last = -1, None
             self._packing.vain.close()
             self._freed_within = self.ledger.is_mostly_gone()
         kept = [] if self._small is None else self._small.kept
@@ -153,7 +160,8 @@ class ForwardPass:
                 note(self._place, nbytes, 2 * nbytes)
             return None
         try:
-            share = self.ledger.kept() / max(nbytes, 1)
+            before = 0 if self._small is None else self._small.nbytes  # the search, which no plan knows of
+            share = (self.ledger.kept() - before) / max(nbytes - before, 1)
             self._of_plans = following.end(packing.calls, packing.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
             packing.reasons[reasons.no_plan(error)] = 1

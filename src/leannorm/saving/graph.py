@@ -17,7 +17,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving.values import Value
 
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
-_WAITING, _IN_VIEW = "leannorm waiting", "leannorm in view"
+_IN_VIEW = "leannorm in view"
 _KEYS = tuple([f"leannorm {output}" for output in range(8)])  # in a node's metadata, of its outputs
 OURS = {"leannorm.ChannelNorm", "leannorm.ChannelAffine", "leannorm.RowNorm"}  # which C++ has too
 FUNCTIONS: dict[type, str] = {}  # the kinds of autograd functions, by the classes of their nodes
@@ -274,14 +274,3 @@ def find(node: Any, output: int) -> Value | None:
     """The value registered for this output of the node, if it is still alive."""
     lookup = registered(node, output)
     return lookup() if lookup else None
-
-
-def wait(node: Any, output: int, value: weakref.ref[Value]) -> None:
-    """Record that `value` can be rebuilt once this output of the node has a value."""
-    node.metadata.setdefault(_WAITING, {}).setdefault(output, []).append(value)
-
-
-def pop_waiting(node: Any, output: int) -> list[Value]:
-    """Take out the values that `wait` recorded for this output."""
-    references = node.metadata.get(_WAITING, {}).pop(output, ())
-    return [value for value in (reference() for reference in references) if value is not None]

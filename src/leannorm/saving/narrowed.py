@@ -37,7 +37,12 @@ class CountingHook:
     def pack(self, tensor: Tensor) -> Any:
         # Counted in the function that C++ calls: between two Python functions an argument counts twice
         # while torch's compiler watches frames, and after it has failed it may watch for good.
-        return self.packed(tensor, sys.getrefcount(tensor), sys._getframe(1))
+        references = sys.getrefcount(tensor)
+        try:
+            frame = sys._getframe(1)
+        except ValueError:  # a thread of torch's own, as torch.jit.fork starts it
+            frame = sys._getframe()
+        return self.packed(tensor, references, frame)
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Any:
         """What is saved in the tensor's place."""

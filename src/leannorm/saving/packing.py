@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable
+from threading import get_ident
 from types import FrameType
 
 import torch
@@ -12,22 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from leannorm.saving import memo, reasons
-from leannorm.saving.calls import COPIED, CallArguments, call_of, is_compiled, logits_of, name_of, written_by
+from leannorm.autograd.nodes import NODES
+from leannorm.saving import calls, graph, memo, reasons
+from leannorm.saving.calls import COPIED, CallArguments, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import EditedError, FreedError, is_parameter, matches, sample_of, version_of
-from leannorm.saving.graph import (
-    Packed,
-    find,
-    kind_of,
-    made_by,
-    note_in_view,
-    pop_waiting,
-    register,
-    register_packed,
-    registered,
-    saved,
-    wait,
-)
+from leannorm.saving.graph import Packed, find, kind_of, register
 from leannorm.saving.ledger import Ledger, held_by
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
@@ -84,8 +74,9 @@ class Packing(CountingHook):
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
         self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), Vain(place, policy)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self.edits, self._anything_waits, self._largest, self.seen = Edits(), False, 0, 0
-        self._sharded = self.units.exist
+        self.edits, self._largest, self.seen = Edits(), 0, 0
+        self.last: tuple[int, Node | None] = -1, None  # who made what was packed last, and the number then
+        self._sharded, self._thread = self.units.exist, get_ident()
         self._call: tuple[int, CallArguments | None] = -1, None
         self.memo = None if layers or hooks or self._sharded else memo.memo_of(policy)
 
@@ -97,6 +88,10 @@ class Packing(CountingHook):
             return self.kept[-1]
         with as_plain(tensor):
             try:
+                if get_ident() != self._thread:  # whose nodes have numbers of their own
+                    value = self._hold(tensor, "" if tensor.grad_fn is None else tensor.grad_fn.name())
+                    value.why = reasons.OTHER_THREAD
+                    return self._of_this_pass(value)
                 value = self._of_this_pass(self._pack(tensor, references, frame))
                 if self._makes_a_plan:
                     self.reads.note(tensor, value, references, frame)
@@ -119,9 +114,11 @@ class Packing(CountingHook):
     def _pack(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         node, number = tensor.grad_fn, sequence_number()
         self.search.flags.record(number)
+        if NODES is None:
+            self.search.leaves.read_in_call(number, calls.biases_at_hand(frame))
         if node is None:
             return self._without_node(tensor, references, frame, number)
-        node, output = made_by(node, tensor.output_nr)
+        node, output = graph.made_by(node, tensor.output_nr)
         kind = kind_of(node)
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
@@ -131,18 +128,22 @@ class Packing(CountingHook):
                 self.reasons[reasons.SUBCLASSES] = 1
             return value
         if kind == "AsStridedBackward0":
-            note_in_view(tensor, node, written_by(frame, tensor))
+            graph.note_in_view(tensor, node, written_by(frame, tensor))
         version, seen_as = tensor._version, layout(local)
         spec = None if local is tensor else spec_of(tensor)
         if spec is not None:
             seen_as, self.search.of_ranks = (*seen_as, spec), True
-        known = lookup() if (lookup := registered(node, output)) else None
+        known = lookup() if (lookup := graph.registered(node, output)) else None
+        saved_too = self.last[1] if self.last[0] == number else None  # by the same node
+        self.last = number, node
         size, place, may, worth = local.numel(), -1, False, False
         if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
             self.calls.append((kind, *seen_as[:3], self.seen))
             self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
+            if known.call is not None and known.call is not self._call_of(frame, number):
+                known.call = None  # two calls save it: neither speaks for the other
             return self._again(known, local)
         before = lookup.sample if known is None and type(lookup) is Packed else None
         unedited = matches(before, local) and as_made(node, output, version)
@@ -163,7 +164,7 @@ class Packing(CountingHook):
         elif self.following is not None and may_narrow and not may and kind in POOLS:
             self._narrow_positions(node)  # as the search did in the pass that the plan was made of
         elif may and told is None and self.search.considers(kind):
-            outcome = self.search.step(node, output, tensor, visits := [])
+            outcome = self.search.step(node, output, tensor, visits := [], saved_too)
             if unedited is None and isinstance(outcome, Step):  # compared with what these may be made of
                 outcome, self.recent = outcome._replace(proved=False), deque(self.recent, maxlen=2)
                 self.edits.watch()
@@ -204,15 +205,11 @@ class Packing(CountingHook):
         self._remember(value, tensor)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
-        register_packed(node, output, value)
+        graph.register_packed(node, output, value)
         if self.memo is not None and visits and known is None and spec is None:
             memo.learn(self.memo, self.search, visits, tensor, number, value, outcome)
-        if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
-            offers = value.is_held and self._offers(value, tensor, node, kind)
-            missing = outcome.outputs if isinstance(outcome, Missing) and may and not offers else ()
-            self._await(value, node, output, kind, missing)
-        if self._anything_waits:
-            self._retry(node, output)
+        if unedited and size >= SMALLEST and value.is_held:
+            self._offers(value, tensor, node, kind)
         return value
 
     @property
@@ -249,7 +246,7 @@ class Packing(CountingHook):
     def _call_of(self, frame: FrameType, number: int) -> CallArguments | None:
         """The call that saves this tensor. One node saves all its tensors under one sequence number."""
         if self._call[0] != number:
-            self._call = number, call_of(frame)
+            self._call = number, calls.call_of(frame)
             if is_compiled(frame):
                 self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
@@ -264,6 +261,8 @@ class Packing(CountingHook):
             return reasons.OTHER_BITS if self.policy.allows(outcome) else reasons.NOT_REPEATED
         if outcome.communicates or outcome.too_deep:
             return reasons.COLLECTIVE if outcome.communicates else reasons.TOO_DEEP
+        if outcome.elsewhere:
+            return reasons.ELSEWHERE
         at_fault = outcome.outputs[0][0] if outcome.outputs else node
         if any(map(reasons.is_checkpointed, (node, *(missing for missing, _ in outcome.outputs)))):
             return reasons.CHECKPOINTED
@@ -297,7 +296,7 @@ class Packing(CountingHook):
             # a leaf that is no parameter may be in this pass for the first time
             plain = type(tensor) is Tensor or value.spec is not None
             if tensor.dim() == 1 or self.policy.reads_weights or plain or frame.f_code in COPIED:
-                value.sample = sample_of(tensor)  # an edit through .data may come before a step reads it
+                value.pin(tensor)  # an edit through .data may come before a step reads it
             if self._sharded and tensor.dim() == 1 and value.tensor is not None:
                 value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
             return value
@@ -317,6 +316,8 @@ class Packing(CountingHook):
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or large:
                 value.sample = sample_of(tensor)  # what a norm in training keeps, nobody else has
+                if not alone and value.tensor is tensor and type(tensor) in PLAIN:
+                    value.pinned = tensor.detach()  # frozen, and perhaps to get other data; as Value.pin
             return value
         value = self._hold(tensor)
         value.alone = alone
@@ -341,7 +342,7 @@ class Packing(CountingHook):
 
     def _narrow_positions(self, node: Node) -> None:
         """Hold a max pooling node's indices in the narrowest dtype that can index its input."""
-        value = saved(node, "result1")
+        value = graph.saved(node, "result1")
         if value is None or not value.alone or value.tensor is None or value.tensor.numel() < SMALLEST:
             return
         tensor = value.tensor
@@ -350,51 +351,16 @@ class Packing(CountingHook):
             value.becomes(step, tensor)
             self._narrow(value, step, tensor)
 
-    def _offers(self, value: Value, tensor: Tensor, node: Node, kind: str) -> bool:
-        """Register what a held tensor gives access to: parts of a `cat`, a view's base; False without."""
+    def _offers(self, value: Value, tensor: Tensor, node: Node, kind: str) -> None:
+        """Register what a held tensor gives access to: parts of a `cat`, a view's base. C++ calls it, too."""
         if kind == "CatBackward0":
             find_parts_in(value, node)
         base = tensor._base if value.tensor is not None else None
         if base is None or base.grad_fn is None or base.grad_fn is node:
-            return False
+            return
         if find(base.grad_fn, base.output_nr) is None:
             value.whole = whole = held(base, kind_of(base.grad_fn))
             whole.as_made = as_made(base.grad_fn, base.output_nr, base._version) is True
             whole.provenance, whole.order = self.search.provenance, self.seen
             whole.seen_at, whole.sample = value.seen_at, sample_of(base)
             register(base.grad_fn, base.output_nr, weakref.ref(whole))
-            self._retry(base.grad_fn, base.output_nr)
-        return True
-
-    def _await(
-        self, value: Value, node: Node, output: int, kind: str, missing: tuple[tuple[Node, int], ...]
-    ) -> None:
-        """If the tensor could be rebuilt from a single output that has no value yet, record it to be tried
-        again when that output gets one.
-
-        Attention scales q and k before v is saved, which is a view of the memory that q and k came from.
-        """
-        # a node that keeps its own output would hold itself, where autograd and the collector see nothing
-        if len(missing) == 1 and not self.search.was_saving(node, value.seen_at):
-            value.origin = node, output
-            wait(*missing[0], weakref.ref(value))
-            self._anything_waits = True
-
-    def _retry(self, node: Node, output: int) -> None:
-        """Try again the values that waited for this output of the node. Also called from C++."""
-        for value in pop_waiting(node, output):
-            if value.origin is None or not value.current:
-                continue
-            tensor = value.look()  # rebuilt, if it is held in fewer bytes
-            if not matches(value.sample, tensor):
-                continue  # edited unseen: what its own node reads cannot be rebuilt
-            step = self.search.step(*value.origin, value.shared(tensor))
-            if isinstance(step, Step):
-                spent = self._accepts(step, tensor, value.layout)
-                if spent is not None:
-                    if value.from_narrow and value.step is not None and value.step.inputs:
-                        value.if_held = getattr(copy_that(value.step).tensor, "nbytes", 0)
-                    value.becomes(step, tensor)
-                    value.seconds = spent
-                    self._mark(value, tensor)
-                    self.ledger.rebuilds(value, tensor)

@@ -23,6 +23,7 @@ from leannorm.saving.values import Value
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread's next node
 
 _MOST_READ = 64  # nodes, looked at for one
+_FARTHEST = 1 << 14  # numbers of nodes between two
 
 
 class Provenance:
@@ -57,6 +58,29 @@ class Provenance:
         """Did the node, or one that was made before it as it reads it, save what was packed then or later?"""
         saved = (value for one in _with_read(node) for value in saved_values(one))
         return any(value.provenance is self and value.order >= order for value in saved)
+
+    def comes_to(self, root: Any, value: Value) -> bool:
+        """Does a backward pass that begins at this node come to the one that saved the value first? False
+        where that is far away, or not known."""
+        if NODES is not None:
+            found: bool = NODES.comes_to(root, value.seen_at)
+            return found
+        first, last = value.seen_at - 1, root._sequence_nr()
+        if not first <= last < first + _FARTHEST:
+            return False
+        nodes, seen = [root], set[int]()
+        for node in nodes:  # which grows
+            if node._sequence_nr() == first:
+                return node is root or any(
+                    one.seen_at == value.seen_at and one.provenance is value.provenance
+                    for one in saved_values(node)
+                )
+            for before in (producer for producer, _ in node.next_functions if producer is not None):
+                number = before._sequence_nr()  # a leaf's is larger than all
+                if first <= number < last and number not in seen:
+                    seen.add(number)
+                    nodes.append(before)
+        return False
 
 
 def _with_read(node: Any) -> Iterator[Any]:

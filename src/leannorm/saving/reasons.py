@@ -72,6 +72,10 @@ NOT_AT_HAND = "what it was made of is not at hand"
 BEFORE = "what it was made of was not looked at, as the pass was small until then"
 PLANNED = "the plan keeps it"
 TOO_DEEP = "too many steps in a row lead to it from what is held"
+ELSEWHERE = (
+    "what it was made of was saved in another branch alone, whose backward pass may never run, so that it may"
+    " be edited"
+)
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
@@ -82,15 +86,18 @@ OTHER_FLAGS = (
     "its operator ran under other global flags, in a mode, or on tensors that lean() does not rebuild"
 )
 CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
+OTHER_THREAD = "another thread saved it than the one that opened lean(), as torch.jit.fork has it"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
 SMALLER = "each is much smaller than the largest of the pass, and a rebuild takes as many calls"
 _ALWAYS_SAID = (
     CHECKPOINTED,
+    OTHER_THREAD,
     KEPT,
     SMALLER,
     NO_RECIPE,
     NOT_AT_HAND,
     TOO_DEEP,
+    ELSEWHERE,
     OTHER_BITS,
     EDITED,
     COLLECTIVE,

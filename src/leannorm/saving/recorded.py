@@ -87,8 +87,9 @@ class RecordedPass:
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
     def close(self) -> list[Row]:
-        """Stop recording; what the pass saved."""
+        """Stop recording; what the pass saved, and what of it is still there."""
         self._pass.close()
+        self.seen = self._pass.seen() > 0
         rows: list[Row] = []
         for name, shape, dtype, nbytes, dropped, why, saves in self._pass.rows():
             rows.append((name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if saves else ""))

@@ -42,8 +42,8 @@ from leannorm.saving.recipes.selected import BY_POSITION
 from leannorm.saving.recipes.shards import LOCAL, REDISTRIBUTE, TELLING, know_torchs_functions, told_by
 from leannorm.saving.recipes.views import ALIASES, MOVES, VIEWS, cat_of_copied_parts
 from leannorm.saving.recipes.written import is_sum_in_view
-from leannorm.saving.steps import Step, is_unfilled, root_of
-from leannorm.saving.values import Value, held
+from leannorm.saving.steps import Step, behind, is_unfilled, root_of
+from leannorm.saving.values import COPIED_PART, Value, held
 
 _SUMS = {"AddBackward0", "SubBackward0"}
 _MAX_DEPTH = 20  # nodes of one chain
@@ -72,6 +72,7 @@ class Missing(NamedTuple):
     communicates: bool = False  # a rebuild would, which must not be
     ruled_out: bool = False  # by the policy, or else something was not at hand
     too_deep: bool = False  # there was a step, behind too many others
+    elsewhere: bool = False  # something is held that a backward pass may never come to
 
 
 class Visit(NamedTuple):
@@ -97,37 +98,36 @@ class Search:
         self._base: Tensor | None = None  # of which the tensor in question is a view
         self.of_ranks = False  # has the pass a DTensor?
         self._visits: list[Visit] = []
+        self._roots: tuple[Node | None, ...] = ()  # nodes that its backward pass comes to
         self._communicates = False  # would a rebuild of the tensor in question?
         self._ruled_out = False  # is it, where the search first failed?
-        self._too_deep = False
+        self._too_deep = self._elsewhere = False
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
         return kind in RECIPES and self.policy.considers(kind)
 
-    @staticmethod
-    def was_saving(node: Any, number: int) -> bool:
-        """Was the node itself saving when the next node's number was this? A node that it reads may be newer:
-        torch makes that of a view, whose base was edited, when the reader asks for it."""
-        read = (producer for producer, _ in node.next_functions if producer is not None)
-        numbers = [one._sequence_nr() for one in (node, *read)]
-        newest: int = max(n for n in numbers if n < number)  # a leaf's is larger than all
-        return newest + 1 == number
-
     def step(
-        self, node: Node, output: int, like: Tensor, visits: list[Visit] | None = None
+        self,
+        node: Node,
+        output: int,
+        like: Tensor,
+        visits: list[Visit] | None = None,
+        saved_too: Node | None = None,
     ) -> Step | Missing:
         """How to rebuild `like`, an output of the node that was not edited since. The nodes that were looked
-        at are added to `visits`."""
+        at are added to `visits`. `saved_too`: a node of which the reader of `like` has saved an output."""
         missing: list[tuple[Node, int]] = []
-        self._base, self._communicates, self._ruled_out, self._too_deep = like._base, False, False, False
-        self._visits = [] if visits is None else visits
+        self._base, self._communicates, self._ruled_out = like._base, False, False
+        self._too_deep = self._elsewhere = False
+        self._visits, self._roots = [] if visits is None else visits, (node, saved_too)
         try:
             step = self._step(node, output, like, 0, missing)
         finally:
-            self._base, self._visits = None, []  # a node must not be held by what it saves
+            self._base, self._visits, self._roots = None, [], ()  # a node must not be held by what it saves
         if step is None or is_unfilled(step):
-            return Missing(tuple(missing), self._communicates, self._ruled_out, self._too_deep)
+            told = self._communicates, self._ruled_out, self._too_deep, self._elsewhere
+            return Missing(tuple(missing), *told)
         return step
 
     def views_rebuilt(self, node: Node, kind: str) -> bool:
@@ -225,6 +225,17 @@ class Search:
             return None
         return local
 
+    def _is_read_below(self, value: Value) -> bool:
+        """Does the backward pass that reads the tensor in question come to the nodes that have saved what is
+        held of this value? Torch lets a tensor be edited that only nodes elsewhere have saved, of a dead
+        branch or of a loss whose backward pass is done."""
+        roots = [root for root in self._roots if root is not None]
+        return all(
+            any(self.provenance.comes_to(root, one) for root in roots)
+            for one in behind([value], through_packed=False)
+            if one.step is None and one.seen_at and one.name != COPIED_PART
+        )
+
     def _laid_out_as(self, reader: Any, producer: Any) -> Tensor | None:
         """A tensor of the producer's layout, where what it has put out was not packed."""
         if self._base is not None and self._base.grad_fn is producer:
@@ -267,7 +278,11 @@ class Search:
             if not known.current or known.memory is not None:
                 return None, True
             after = known.as_made or self.provenance.made_after(reader, known)
-            return (None, True) if after is False else (known, after is True)
+            if after is not False and not self._is_read_below(known):
+                self._elsewhere, after = True, False
+            if after is False:
+                return None, True
+            return known, after is True
         if (producer, number) in missing:  # looked at before, on another path
             return None, True
         step = self._step(producer, number, self._laid_out_as(reader, producer), depth, missing)

@@ -1,13 +1,15 @@
 """Small passes: everything that they save is held, since rebuilding would take more time than it is worth.
 
 A pass starts as a small pass only if the one before, at the same place of the program, was small. It stops
-being one when it has saved more than `SMALL` bytes; steps are searched from there on. So does a pass of whose
-time the hooks would take more than an `overhead` allows, when it has saved twice the bytes of the one before.
+being one when it has saved more than `SMALL` bytes; steps are searched for what is saved from there on. So
+does a pass of whose time the hooks would take more than an `overhead` allows, when it has saved twice the
+bytes of the one before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -53,39 +55,31 @@ def note(place: Hashable, nbytes: int, most: int) -> None:
 class SmallPass:
     """The pack hook of a small pass, and the tensors that it has held."""
 
-    def __init__(self, pack_from_here: Callable[[bool], Callable[[Tensor], Any]], most: int) -> None:
-        """`pack_from_here(True)` makes the hook for the rest of a pass that saves more than `most` bytes."""
-        self._most = most
-        self._pack_from_here = pack_from_here
-        self._pack: Callable[[Tensor], Any] | None = None
+    def __init__(self, search: Callable[[], bool], most: int) -> None:
+        """`search()` sets another hook in the place of this one, for what is saved behind `most` bytes: torch
+        is to call that itself, as the frame above it tells which call saves. False if it could not be set."""
+        self._most, self._search, self._thread = most, search, get_ident()
+        self._over = False  # is the other hook set, or the pass closed?
         self.kept: list[Kept] = []
         self.nbytes = 0
         self._storages: dict[int, int] | None = None  # until the sum of all tensors is too large
 
     def forget(self) -> None:
-        """Let go of the tensors, and of the pass, which holds this."""
-        self.kept.clear()
-        del self._pack_from_here
+        """Let go of the tensors, and of the pass, which holds this. A thread may still have this hook."""
+        self.kept, self._over = [], True
+        del self._search
 
     @left_to_python
     def pack(self, tensor: Tensor) -> Any:
-        """The tensor, detached, and its version; after `most` bytes, the result of the other hook."""
+        """The tensor, detached, and its version."""
         with as_plain(tensor):
-            return self._packed(tensor)
-
-    def _packed(self, tensor: Tensor) -> Any:
-        if self._pack is not None:
-            return self._pack(tensor)
-        of_parameter = is_parameter(tensor)
-        if not of_parameter:
-            self._count(tensor)
-        if self.nbytes > self._most:
-            self._pack = self._pack_from_here(True)
-            return self._pack(tensor)
-        kept = kept_of(tensor)
-        if not of_parameter:
-            self.kept.append(kept)
-        return kept
+            kept = kept_of(tensor)
+            if not (self._over or is_parameter(tensor)) and get_ident() == self._thread:
+                self._count(tensor)
+                self.kept.append(kept)
+            if not self._over and self.nbytes > self._most:
+                self._over = self._search()
+            return kept
 
     def _count(self, tensor: Tensor) -> None:
         """Each storage once, as in a pass that is searched, where the sum of all tensors is too large."""

@@ -78,13 +78,17 @@ class Step(NamedTuple):
         return self.kind in ("view", "copy")
 
 
-def behind(values: Iterable[Value], until: Collection[str] = ()) -> Iterator[Value]:
-    """These values and all that they are made of, each once, back to steps of the kinds `until`."""
+def behind(
+    values: Iterable[Value], until: Collection[str] = (), *, through_packed: bool = True
+) -> Iterator[Value]:
+    """These values and all that they are made of, each once, back to steps of the kinds `until`, or perhaps
+    to packed values."""
     every = list(dict.fromkeys(values))
     seen = set(every)
     for value in every:  # which grows
         yield value
-        if value.step is not None and value.step.kind not in until:
+        goes_on = through_packed or value.layout is None
+        if goes_on and value.step is not None and value.step.kind not in until:
             every += [before for before in value.step.inputs if before not in seen]
             seen.update(value.step.inputs)
 

@@ -64,11 +64,15 @@ def _is_alone(value: Value, tensor: Tensor) -> bool:
     return True
 
 
+_READERS = "torch.nn.", "torch.distributed.", "leannorm."
+
+
 def _only_reads() -> bool:
-    """Is the reader a node or a function of torch's or ours? A user's may write into what it has saved."""
+    """Is the reader a node or a function of torch's or ours? A user's may write into what it has saved, and
+    one of torch's that calls a user's, too: a custom operator's, a checkpoint's."""
     node: Any = torch._C._current_autograd_node()
     if isinstance(node, BackwardCFunction):
-        return bool(node._forward_cls.__module__.startswith(("torch.", "leannorm.")))  # type: ignore[attr-defined]
+        return bool(node._forward_cls.__module__.startswith(_READERS))  # type: ignore[attr-defined]
     return node is not None and kind_of(node) != "CppFunction"
 
 

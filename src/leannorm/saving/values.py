@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from leannorm.saving.device import share, stream_of
 from leannorm.saving.evidence import (
@@ -66,7 +65,6 @@ class Value(_Referable):
     copied_to_edit: bool = False  # is it the copy that a node makes of what it then edits in place?
     products: int = 0  # the longest chain of convolutions and matrix products in its rebuild
     whole: Value | None = None  # the base, if this is a view
-    origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
     call: Hashable = None  # the arguments of the norm call that saved this
     from_narrow: bool = False  # is it rebuilt from a copy of its own in a narrower dtype?
     alone: bool = False  # does only autograd hold the tensor?
@@ -77,6 +75,7 @@ class Value(_Referable):
     spec: Any = None  # of the DTensor whose local tensor this is
     local_version: int = 0  # of that local tensor
     sample: bytes | None = None  # of the packed tensor's bytes
+    pinned: Tensor | None = None  # of a leaf, which may get other data: an alias of what it had
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     seen: weakref.ref[Tensor] | None = None  # the packed tensor, as long as the program has it
@@ -124,7 +123,7 @@ class Value(_Referable):
             self.watch = version_of(tensor) if self.watch is None else self.watch
             self.sample = sample_of(tensor)
         self.shape, self.dtype, self.sort = tensor.shape, tensor.dtype, None
-        self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
+        self.step, self.tensor, self.from_narrow, self.pinned = step, None, False, None
         self._made_by(step)
         if self.users:
             self._read_inputs(step)
@@ -142,7 +141,14 @@ class Value(_Referable):
         for value in step.inputs:
             value.used()
             if value.step is None and value.sample is None and value.tensor is not None:
-                value.sample = sample_of(value.tensor)
+                value.pin(value.tensor)
+
+    def pin(self, leaf: Tensor) -> None:
+        """Steps will read what this leaf holds now, also where it has other data by then, as weights that are
+        quantized for the time of a call (`leaf.data = other`). Nodes get the leaf itself, as in torch."""
+        self.sample = sample_of(leaf)
+        if leaf.requires_grad and type(leaf) in PLAIN:
+            self.pinned = leaf.detach()
 
     @property
     def is_held(self) -> bool:
@@ -265,16 +271,17 @@ class Value(_Referable):
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
         """The held tensor; raises `error` if it was edited since it was packed."""
-        tensor = self.tensor
-        assert tensor is not None
+        leaf = self.tensor
+        assert leaf is not None
+        tensor = leaf if self.pinned is None else self.pinned
         self._check_version(error)
-        if self.sample is None and (tensor.requires_grad or self.spec is not None):
+        if self.sample is None and (leaf.requires_grad or self.spec is not None):
             check_there(tensor, self.name)
         unseen = self.spec is not None and tensor._version != self.local_version
         if unseen or not matches(self.sample, tensor):
             check_there(tensor, self.name)
             raise error(
-                f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
+                f"{owner_of(leaf, self.name)} was edited where autograd does not see it (through"
                 " .data), between the forward and the backward pass, and leannorm.lean() needs what it"
                 " held to rebuild a tensor: edit it after backward(), or leave lean() out for this step"
             )

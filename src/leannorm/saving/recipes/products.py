@@ -43,7 +43,7 @@ def convolution(node: Any, output: int, value_of: ValueOf, like: Tensor | None) 
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
-        bias = value_of(2) or frozen_bias(weight)
+        bias = value_of(2) or frozen_bias(node, 2, weight)
         if bias is None:
             return None
         inputs.append(bias)
@@ -85,9 +85,11 @@ def _is_late(a: Value, b: Value, outputs: Sequence[int]) -> bool:
     return any(is_long(x) and (x.products > 2 or prod(outputs) <= size_of(x)) for x in (a, b))
 
 
-def frozen_bias(weight: Value) -> Value | None:
-    """A bias without an edge in the graph, where the call that saved the weight is known."""
-    bias = weight.call.bias if isinstance(weight.call, CallArguments) else None
+def frozen_bias(node: Any, edge: int, weight: Value) -> Value | None:
+    """A bias without an edge in the graph, where the call that saved the weight, and no other, is known."""
+    if node.next_functions[edge][0] is not None or not isinstance(weight.call, CallArguments):
+        return None
+    bias = weight.call.bias
     return None if bias is None else Value(bias, bias._version, name="copy of a frozen bias")
 
 
@@ -123,7 +125,7 @@ def matrix_product(node: Any, output: int, value_of: ValueOf, like: Tensor | Non
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
     if not first:
         return Step(product, (a, b), **work)
-    added = value_of(0) or frozen_bias(b)
+    added = value_of(0) or frozen_bias(node, 0, b)
     if added is None:
         return None
     constants = product, constant(node, "beta"), constant(node, "alpha")
