@@ -252,7 +252,7 @@ def test_backends_do_not_import_each_other():
         "shown",
     ]
     of = {name: before[:i] for i, name in enumerate(before)} | {"library": []}
-    of |= {"torchs": before, "cpu": [*before, "library"], "triton": [*before, "triton"]}
+    of |= {"aten": before, "cpu": [*before, "library"], "triton": [*before, "triton"]}
     names = {p.stem for p in folder.iterdir()} - {"__init__", "__pycache__"}
     assert names == set(of)
     for path in set(folder.rglob("*.py")) - {folder / "__init__.py"}:
@@ -285,13 +285,13 @@ def test_an_activation_is_named_in_five_files():
         assert naming(name) >= ACTIVATION_FILES, name
 
 
-BESIDE = "shown.py", "torchs.py", "as_given.py"
+BESIDE = "shown.py", "aten.py", "as_given.py"
 
 
 def test_an_operator_is_named_in_few_files_of_the_kernels():
     """A new one needs six: the reference, the schema, the call, C++, and Triton's operator and kernel.
 
-    Beside them `shown.py` may write it out for compilers, `torchs.py` for torch's kernels, and the fast path
+    Beside them `shown.py` may write it out for compilers, `aten.py` for torch's kernels, and the fast path
     may hand it over.
     """
     files = [*(SOURCE / "ops").rglob("*.py"), *(ROOT / "csrc").glob("*.cpp")]

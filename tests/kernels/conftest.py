@@ -7,7 +7,7 @@ import torch
 from kernel_cases import SEVERAL
 
 from leannorm.ops import schema
-from leannorm.ops.backends import BACKENDS, torchs, triton
+from leannorm.ops.backends import BACKENDS, aten, triton
 from leannorm.ops.select import use_backend
 
 
@@ -22,9 +22,9 @@ def kernels(request, monkeypatch):
     reasons = BACKENDS[name].why_not(torch.empty(1, device=device), named=True)
     if reasons:
         pytest.skip(" ".join(reasons))
-    if name == "torch":  # small inputs too, and in slices, as large ones
-        monkeypatch.setattr(torchs, "_SMALL", 1)
-        monkeypatch.setattr(torchs, "_SLICE", 200)
+    if name == "aten":  # small inputs too, and in slices, as large ones
+        monkeypatch.setattr(aten, "_SMALL", 1)
+        monkeypatch.setattr(aten, "_SLICE", 200)
     if request.param == SEVERAL:
         from leannorm.ops.backends.triton import tape, tiling
 

@@ -20,7 +20,7 @@ from leannorm.report.answers import allowed_error, largest_error
 needs_kernels = pytest.mark.skipif(bool(CPU.why_not()), reason=" ".join(CPU.why_not()))
 # the same backend, told to give a small input what a large one gets
 SEVERAL = "triton, several launches"
-EVERY = ("cpu", "triton", SEVERAL, "torch")
+EVERY = ("cpu", "triton", SEVERAL, "aten")
 
 
 def tried(names: str, rows: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
@@ -107,7 +107,7 @@ _EVERY_PAIR = [(dtype, groups) for dtype in DTYPES for groups in (0, 1, -1) if n
 CHANNEL: dict[str, list[Given]] = {
     "cpu": _cases(_EVERY_PAIR, 100) + MANY + _GROUPS + _ACTS + [g for size in SIZES for g in _sizes(size)],
     "triton": _cases([(F32, 0), (BF16, 1), (F32, -1)], LARGE) + MANY + _GROUPS + _PLAIN_ACTS + _SMALL_SIZES,
-    "torch": _cases(_EVERY_PAIR, 100) + _GROUPS + _ACTS + [g for size in SIZES for g in _sizes(size)],
+    "aten": _cases(_EVERY_PAIR, 100) + _GROUPS + _ACTS + [g for size in SIZES for g in _sizes(size)],
     SEVERAL: _GROUPS + _ADDED_ACTS + _TOLD_ACTS + _SMALL_SIZES,
 }
 

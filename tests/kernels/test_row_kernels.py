@@ -16,7 +16,7 @@ from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops import select
 from leannorm.ops.backends import CPU, REFERENCE
 
-BOTH = ("cpu", "triton", "torch")
+BOTH = ("cpu", "triton", "aten")
 KINDS = (False, True)  # layer norm, RMS norm
 
 
@@ -32,7 +32,7 @@ SOME = [(c, d, rms) for i, c in enumerate(CASES) for d in (DTYPES[:2] if i % 5 e
 
 
 @pytest.mark.sampled(of=2)
-@tried("case, dtype, rms", {"reference": FULL, "cpu": FULL, "torch": FULL, "triton": SOME})
+@tried("case, dtype, rms", {"reference": FULL, "cpu": FULL, "aten": FULL, "triton": SOME})
 def test_values_and_gradients_within_the_budget(kernels, case, dtype, rms):
     weight, bias = (torch.randn(case.normalized_shape).to(dtype) for _ in range(2))
     x, dy = make(case, dtype), torch.randn(case.shape).to(dtype)
@@ -68,7 +68,7 @@ FARTHER = [
 ]
 
 
-@tried("rows, gap, dtype, rms", {"reference": FARTHER, "cpu": FARTHER, "torch": FARTHER, "triton": FAR})
+@tried("rows, gap, dtype, rms", {"reference": FARTHER, "cpu": FARTHER, "aten": FARTHER, "triton": FAR})
 def test_large_means_and_small_spreads(kernels, rows, gap, dtype, rms):
     case = RowCase((rows, 300), (300,))
     weight, bias = (torch.randn(300).to(dtype) for _ in range(2))

@@ -7,6 +7,9 @@ from torch import nn as stock
 
 ALL = [Case(layer, option) for layer in LAYERS for option in layer.options]
 FIRST = [Case(layer, layer.options[0]) for layer in LAYERS]
+# of layers that differ in their number of axes alone one; of those that differ in their input's shape one
+IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
+KINDS = list({(case.layer.name, case.layer.residual): case for case in reversed(IMAGES)}.values())
 ONE_MODE = (stock.GroupNorm, stock.LayerNorm, stock.RMSNorm)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from cases import lay_out
-from contract import ALL, FIRST, assert_close, assert_equal, each, each_mode, randomized, step
+from contract import ALL, FIRST, IMAGES, KINDS, assert_close, assert_equal, each, each_mode, randomized, step
 from torch import nn as stock
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from leannorm import no_stats_update, use_backend
 
-# a compiler takes its time: of the layers that differ in their number of axes alone, one with all options;
-# of those that differ in their input's shape, one under transforms; `make conformance` has all
-IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
+# a compiler takes its time: `IMAGES`, with all options of one layer, `KINDS` under transforms; `make
+# conformance` has all
 OPTIONS = [case for case in ALL if case.layer.name in ("BatchNorm2d", "InstanceNorm2d", "ConvBatchNorm2d")]
-KINDS = list({(case.layer.name, case.layer.residual): case for case in reversed(IMAGES)}.values())
 # layers of several autograd functions, for transforms of compiled code
 FAMILIES = [
     case

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Maybe, Moments, Running, Valid, kept_of
-from leannorm.autograd.sync import AddUp, Sharing, gradient_sums_of_all, repeatable, shared
+from leannorm.autograd.sync import Sharing, added_up, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.backends.compiled import like
 from leannorm.ops.backends.reference import over_channels
 from leannorm.ops.backends.shown import shown
 from leannorm.ops.layout import memory_format
-from leannorm.ops.modes import recorded, traced
+from leannorm.ops.modes import recorded, recording, traced
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import gradient_dtype
 from leannorm.ops.select import pick, transformed
@@ -52,8 +52,11 @@ class ChannelCall(NamedTuple):
 
 
 def twice_differentiable() -> bool:
-    """Does autograd record this backward pass (create_graph=True)? Then it uses plain torch operations."""
-    return torch.is_grad_enabled() and not traced()
+    """Does autograd (create_graph=True), or a tracer, record this backward pass?
+
+    Then it uses plain torch operations.
+    """
+    return (torch.is_grad_enabled() and not traced()) or recording()
 
 
 def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -98,7 +101,7 @@ def statistics_of(x: Tensor, mask: Maybe, call: ChannelCall, again: str = "") ->
     # of every group of every sample, as ranks add them up
     sums = backend.sums_of(Moments(moments.mean.flatten(), moments.m2.flatten(), moments.count))
     if again:
-        total = AddUp.apply(sums, moments.count, sharing.group, sharing.call(again, x))
+        total = added_up(sums, moments.count, sharing.group, sharing.call(again, x))
     else:
         total = shared(sums, moments.count, sharing, x)
     mean, m2, rstd, count = backend.moments_of(total, call.eps)
@@ -149,7 +152,7 @@ class ChannelNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Any, *unused: Any) -> tuple[Tensor | None, ...]:
         call = ctx.call
         backend = call.backend
-        if backend.as_given and not torch.is_grad_enabled() and call.sharing is None:
+        if backend.as_given and call.sharing is None and not twice_differentiable():
             x, mean, rstd, weight, bias, *_ = ctx.saved_tensors
             dy = dy if dy.is_contiguous() and x.is_contiguous() else like(x, dy)
             arguments = dy, x, mean, rstd, weight, bias, None, None, call.act, call.groups

@@ -20,6 +20,7 @@ from leannorm.autograd.sync import Sharing, gradient_sums_of_all
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import differentiable, many_at_once
 from leannorm.ops.plan import values_per_channel
+from leannorm.ops.precision import power
 from leannorm.ops.select import pick, transformed
 
 aten = torch.ops.aten
@@ -119,7 +120,7 @@ class Convolution(NamedTuple):
 
 def rstd_outside(variance: Tensor, eps: float) -> Tensor:
     """1 / (sqrt(variance) + eps): epsilon outside of the root."""
-    return (variance.sqrt() + eps).reciprocal()
+    return power(power(variance, 0.5) + eps, -1.0)
 
 
 def _statistics(z: Tensor, call: ChannelCall, outside: bool, again: bool = False) -> Statistics:

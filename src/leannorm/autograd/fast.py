@@ -42,7 +42,7 @@ from leannorm.ops.as_given import (
 )
 from leannorm.ops.backends.compiled import DTYPES, is_dense
 from leannorm.ops.backends.triton.tape import hand_over
-from leannorm.ops.modes import traced
+from leannorm.ops.modes import recording, traced
 from leannorm.ops.running import frozen
 from leannorm.ops.select import picks_cpu, picks_triton
 
@@ -80,7 +80,7 @@ def usual_call(
     The call reads `running` statistics or, if it `moves` them, writes them. With `dense` the kernels take no
     other layout. What a kernel refuses by itself before it writes is not asked here.
     """
-    if forward_ad._current_level >= 0 or _transform() is not None or _backward_pass() != -1:
+    if forward_ad._current_level >= 0 or _transform() is not None or _backward_pass() != -1 or recording():
         return False
     mean, var, count, _ = (None, None, None, None) if running is None else running
     if has_torch_function_variadic(weight, bias, mean, var, count) or (dense and not is_dense(x)):

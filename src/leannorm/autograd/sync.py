@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from leannorm._errors import SyncError
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
-from leannorm.ops.modes import rebuilding
+from leannorm.ops.modes import rebuilding, recording
 
 
 class Shared(NamedTuple):
@@ -74,6 +74,14 @@ class AddUp(torch.autograd.Function):
         return AddUp.apply(gradient[1:].contiguous(), 0, ctx.group, call)[1:], None, None, None
 
 
+def added_up(sums: Tensor, count: int | Tensor, group: str, call: Call) -> Tensor:
+    """`add_up`, differentiable: by `AddUp`; in a tracer's graph the operator itself has the derivative."""
+    if recording():
+        return add_up((sums,), count, group, call)
+    total: Tensor = AddUp.apply(sums, count, group, call)
+    return total
+
+
 def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; a recompute of a forward pass gets the sums of that pass."""
     call = sharing.call("training forward", x)
@@ -113,8 +121,7 @@ def gradient_sums_of_all(sums: tuple[Tensor, Tensor], sharing: Sharing, x: Tenso
     """The gradient sums of all ranks behind a header; with `twice` they can be differentiated again."""
     call = sharing.call("backward", x)
     if twice:
-        total: Tensor = AddUp.apply(torch.cat(sums), 0, sharing.group, call)
-        return total
+        return added_up(torch.cat(sums), 0, sharing.group, call)
     return add_up(sums, 0, sharing.group, call)
 
 

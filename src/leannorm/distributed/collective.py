@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from leannorm._torch import RELEASE
 from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
-from leannorm.ops.modes import traced
+from leannorm.ops.modes import recording, traced
 
 
 def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) -> Tensor:
@@ -22,7 +22,7 @@ def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) 
 
     The result is a view of the whole message: clone it before keeping it.
     """
-    if traced():
+    if traced() or recording():
         known, counted = (0, count) if isinstance(count, Tensor) else (count, None)
         total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, known, group, *call, counted)
         return total
@@ -53,6 +53,22 @@ def _add_up_over_ranks(
 @_add_up_over_ranks.register_fake
 def _(sums: Sequence[Tensor], *others: Any, **named: Any) -> Tensor:
     return sums[0].new_empty(sum(len(s) for s in sums) + 1)
+
+
+def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    sums, _, ctx.group, layer, what, *settings, _ = inputs
+    ctx.sizes, ctx.call = [len(s) for s in sums], Call(layer, f"gradient of {what}", *settings)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """The gradient of all ranks' losses: it adds up over the ranks as well."""
+    total = torch.ops.leannorm.add_up_over_ranks([gradient[1:].contiguous()], 0, ctx.group, *ctx.call)
+    others = len(ctx.needs_input_grad) - 1  # torch leaves out an argument that is its default
+    return list(total[1:].split(ctx.sizes)), *[None] * others
+
+
+# for graphs that are differentiated again; eager code has `AddUp`
+_add_up_over_ranks.register_autograd(_backward, setup_context=_keep_call)
 
 
 # Where no data dependence orders two layers' sums (an empty batch), the compiler may reorder them, and

@@ -237,6 +237,11 @@ def tracked_batch_norm(
         _checks.dim(input, dims)
         if running_mean is None:
             refuse_to_export({"mask": mask, "lengths": lengths})
+        if sharing is not None and sharing_group(sharing.asked) is not None:
+            raise InputError(
+                "statistics of several ranks cannot be exported to ONNX, got a synchronized batch norm in "
+                "training mode; call model.eval() first"
+            )
         running = Running(running_mean, running_var, None, momentum)
         y = stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
         return exported_at_data(y, mask, lengths, fill)

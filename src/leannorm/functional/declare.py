@@ -44,6 +44,9 @@ class Norm(NamedTuple):
     folds: Folds = None
 
 
+ARGUMENTS: dict[str, tuple[str, ...]] = {}
+"""The names of each operator's arguments, in order: torch.export(strict=True) can read no schema."""
+
 # the schemas of torch's own norms do not mark the running statistics as written
 _BUFFERS = ("running_mean", "running_var")
 NORMS = {
@@ -87,7 +90,7 @@ def declare(
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
 
-    names = [argument.name for argument in operator._schema.arguments]
+    names = ARGUMENTS[name] = tuple(argument.name for argument in operator._schema.arguments)
     defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:

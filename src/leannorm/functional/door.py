@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
 
 from leannorm._errors import InputError
-from leannorm.functional.declare import Arguments, Folds, declare
+from leannorm.functional.declare import ARGUMENTS, Arguments, Folds, declare
 from leannorm.functional.jagged import NestedTensor
 from leannorm.functional.valid import refuse_to_export
 from leannorm.ops.modes import exporting
@@ -125,8 +125,7 @@ def declares(
 
 def call_operator(name: str, arguments: Arguments, **more: Any) -> Any:
     """A function's call as that of an operator, whose arguments are among these or are `more`."""
-    operator = getattr(torch.ops.leannorm, name).default
-    names = [argument.name for argument in operator._schema.arguments]
+    operator, names = getattr(torch.ops.leannorm, name).default, ARGUMENTS[name]
     refuse_to_export({name: value for name, value in arguments.items() if name not in names})
     values = {_IN_SCHEMA.get(name, name): value for name, value in arguments.items()} | more
     return operator(*(values[name] for name in names))
@@ -158,7 +157,10 @@ def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Resul
     by_name: dict[str, Any] = dict(zip((*door.positional, *door.named), values, strict=True))
     args, kwargs = values[: len(door.positional)], {name: by_name[name] for name in door.named}
     by_batch = door.by_batch is not None and door.by_batch(by_name)
-    if by_batch and frozen() and any(by_name.get(name) is not None for name in _WRITTEN):
+    to_onnx = by_batch and exporting() and torch.onnx.is_in_onnx_export()
+    if to_onnx:  # it has neither operators of ours nor statistics that move: the batch's own are all
+        refuse_to_export(by_name)
+    if by_batch and (frozen() or to_onnx) and any(by_name.get(name) is not None for name in _WRITTEN):
         return function(**by_name | {name: None for name in _WRITTEN if name in by_name})
     if type(by_name.get("input")) is NestedTensor:
         if door.packed is None:
@@ -174,7 +176,7 @@ def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Resul
             result = torchs(**dict(zip(door.positional, args, strict=True)))
         else:
             result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
-    elif by_batch and exporting():
+    elif by_batch and exporting() and not to_onnx:
         result = door.operator(by_name)
     return result  # type: ignore[return-value]
 

@@ -123,8 +123,8 @@ def _checked(
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
     _checks.positive_eps(epsilon)
-    last = data_layout == "NHWC"
-    moved = x.movedim(-1, 1) if last else x
+    last = x.dim() - 1 if data_layout == "NHWC" else 1  # not -1, which TorchScript's exporter of ONNX keeps
+    moved = x.movedim(last, 1) if last > 1 else x
     _checks.parameters(
         moved, estimated_mean=estimated_mean, estimated_var=estimated_var, scale=scale, bias=bias
     )
@@ -152,7 +152,7 @@ def _checked(
     else:
         y, batch_mean, batch_var = run(*tensors, batch_id, *options)
     return BatchNormOutput(
-        y.movedim(1, -1) if last else y, batch_mean, batch_var, estimated_mean, estimated_var
+        y.movedim(1, last) if last > 1 else y, batch_mean, batch_var, estimated_mean, estimated_var
     )
 
 

@@ -24,6 +24,7 @@ from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
 from leannorm.ops.layout import memory_format
+from leannorm.ops.modes import traced
 from leannorm.ops.precision import compute_dtype
 
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -37,6 +38,8 @@ def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outs
     weight, bias, residual, act = epilogue
     wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
     if outside:
+        if var is None:
+            var, mean = torch.var_mean(wide, (0, *range(2, x.dim())))
         scale, positions = (var.sqrt() + eps).reciprocal(), (1,) * (x.dim() - 2)
         scale = scale if weight is None else scale * weight
         y = (wide - mean.view(-1, *positions)) * scale.view(-1, *positions)
@@ -129,13 +132,13 @@ def row_norm(
     if rms:
         eps = torch.finfo(compute_dtype(x)).eps if eps is None else eps
         if cast_before:
-            xhat = _finished(F.rms_norm(moved, shape, None, eps), x)
+            xhat = _finished(_rms_norm(moved, shape, None, eps), x)
             y = rounded_then_weighted(xhat, weight, weight_offset, xhat.dim() - len(shape), xhat.dim())
         else:
             if weight is not None and weight_offset:
                 weight = shifted_weight(weight, weight_offset, compute_dtype(x))
             wide, weight = _of_one_dtype(moved, weight)
-            y = _finished(F.rms_norm(wide, shape, weight, eps), x)
+            y = _finished(_rms_norm(wide, shape, weight, eps), x)
     else:
         assert eps is not None
         wide, weight, bias = _of_one_dtype(moved, weight, bias)
@@ -157,7 +160,7 @@ def ada_norm(
         x = REFERENCE.add_gated(x, branch, gate, start)
     wide, shape = x.to(dtype), tuple(normalized_shape)
     weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
-    y = F.rms_norm(wide, shape, weight, eps) if rms else F.layer_norm(wide, shape, weight, bias, eps)
+    y = _rms_norm(wide, shape, weight, eps) if rms else F.layer_norm(wide, shape, weight, bias, eps)
     y = y * (1 + spread(scale, x, start).to(dtype))
     y = y if shift is None else y + spread(shift, x, start).to(dtype)
     return _finished(y, x), x
@@ -178,12 +181,20 @@ def gated_rms_norm(
     opened = ACTIVATIONS[act].forward(gate.to(dtype))
     value = x.to(dtype) if norm_before_gate else x.to(dtype) * opened
     shape, parameter = tuple(normalized_shape), None if weight is None else weight.to(dtype)
-    y = F.rms_norm(value, shape, None if cast_before else parameter, eps)
+    y = _rms_norm(value, shape, None if cast_before else parameter, eps)
     if cast_before:
         y = rounded_then_weighted(y.to(x.dtype), weight, 0.0, start, x.dim())
     if norm_before_gate:
         return _finished(y * opened, x)
     return y if cast_before else _finished(y, x)
+
+
+def _rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
+    """torch's function; its formula for TorchScript's exporter of ONNX, which knows no RMS norm."""
+    if traced() or not torch.onnx.is_in_onnx_export():
+        return F.rms_norm(x, shape, weight, eps)
+    y = x * torch.rsqrt((x * x).mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
+    return y if weight is None else y * weight
 
 
 def _of_one_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

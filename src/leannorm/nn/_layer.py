@@ -54,6 +54,9 @@ class Layer:
         )
 
 
+# Nothing in `forward` is keyword-only: TorchScript's exporter of ONNX hands on all defaults by position.
+
+
 class MaskedLayer(Layer):
     """`forward` of the layers whose input may be padded: by the fast path, else the whole way.
 
@@ -66,7 +69,6 @@ class MaskedLayer(Layer):
     def forward(
         self,
         input: Tensor,
-        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         fill: str = "zero",
@@ -87,7 +89,7 @@ class RowLayer(Layer):
     _fast: Callable[..., Tensor | None]
     _normalize: Callable[..., Tensor]
 
-    def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
+    def forward(self, input: Tensor, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
         """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
         if mask is None and lengths is None:
             y = self._fast(input)

@@ -37,11 +37,10 @@ class BatchNormActBase(BatchNormBase):
         super().__init__(*arguments, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.activation = act
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input: Tensor,
         residual: Tensor | None = None,
-        *,
         mask: Tensor | None = None,
         lengths: Lengths | None = None,
         fill: str = "zero",

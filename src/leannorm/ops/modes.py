@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 from leannorm._torch import RELEASE
@@ -16,6 +18,8 @@ _T = TypeVar("_T")
 _functorch = torch._C._functorch
 _by_dynamo, _exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_dispatch_mode, _mode_keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+_included, _above_autograd = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 _tracing = torch._C._is_tracing
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 _BY_FLAG = RELEASE < (2, 13)
@@ -30,6 +34,29 @@ def traced() -> bool:
     return _by_dynamo() or (_exporting() and bool(_dispatch_modes() or _function_modes()))
 
 
+def recording() -> bool:
+    """Does a tracer of torch's (`make_fx`, AOTAutograd) write this eager call into a graph?
+
+    It writes operators below autograd, or (`pre_dispatch`) that an autograd function's forward runs without
+    gradients: either way the function's derivative is lost. Whoever differentiates the graph has only its
+    operators, so that these must be plain torch's.
+    """
+    if _by_dynamo() or not (_dispatch_modes() or _included(_above_autograd)):
+        return False
+    tracers = _mode_keys.PROXY, _mode_keys.FUNCTIONAL
+    tracing = _included(_above_autograd) or any(_dispatch_mode(key) is not None for key in tracers)
+    return tracing and not (_exporting() or _compiling())
+
+
+def _compiling() -> bool:
+    """Does torch compile, a forward pass or (compiled autograd) a backward pass?
+
+    It traces both, and differentiates neither again: in its graphs kernels stay kernels.
+    """
+    by_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return TracingContext.try_get() is not None or getattr(by_autograd, "compiled_autograd_enabled", False)
+
+
 def in_no_mode(run: Callable[[], _T]) -> _T:
     """`run()` in a thread of its own, which is in no mode that the caller may be in."""
     with ThreadPoolExecutor(1) as pool:
@@ -37,7 +64,7 @@ def in_no_mode(run: Callable[[], _T]) -> _T:
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Is a functorch transform or forward-mode AD active? Then only plain torch operations work.
+    """Is a functorch transform, forward-mode AD or a tracer active? Then only plain torch operations work.
 
     In compiled code too: there torch drops the backward pass of an autograd function under `torch.func.grad`.
     """
@@ -49,6 +76,8 @@ def transformed(*tensors: Tensor | None) -> bool:
     if compiling:
         return False
     if _functorch.peek_interpreter_stack() is not None:  # even if it wraps none of these tensors
+        return True
+    if recording():
         return True
     wrapped = _functorch.is_functorch_wrapped_tensor
     for t in tensors:  # noqa: SIM110 (a generator would take twice as long)

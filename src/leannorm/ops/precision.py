@@ -1,9 +1,13 @@
-"""The dtypes of arithmetic and of statistics, and sums of squares that do not overflow."""
+"""The dtypes of arithmetic and of statistics, sums of squares that do not overflow, and roots."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from leannorm.ops.modes import recording
+
+_POWERS = {-0.5: torch.rsqrt, 0.5: torch.sqrt, -1.0: torch.reciprocal}
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -49,3 +53,13 @@ def sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype)
     # not a norm, which has no second derivative at 0, where constant input is
     squares: Tensor = (deviation / scale).square().sum(dims, keepdim=True)
     return squares.to(dtype) * scale.to(dtype).square()
+
+
+def power(v: Tensor, exponent: float) -> Tensor:
+    """v ** exponent, of -0.5, 0.5 or -1.
+
+    torch's functions of these save their result, which a tracer below autograd writes down detached: a graph
+    that has a backward pass in it would lack terms of the second derivative. torch.pow, which gives the same
+    values, saves its input.
+    """
+    return v.pow(exponent) if recording() else _POWERS[exponent](v)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
-from leannorm.ops.backends import BACKENDS, CPU, TORCH, TRITON, Backend
+from leannorm.ops.backends import ATEN, BACKENDS, CPU, TRITON, Backend
 from leannorm.ops.modes import traced
 from leannorm.ops.modes import transformed as transformed
 
@@ -95,7 +95,7 @@ def first_of_all(*tensors: Tensor | None) -> Backend:
     backend = _PICKED.get(key)
     if backend is None:
         backend = _first(tensors)
-        if backend is not TORCH or _warned_of_missing_kernels(tensors):
+        if backend is not ATEN or _warned_of_missing_kernels(tensors):
             _PICKED[key] = backend
     return backend
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Moments
+from leannorm.ops.precision import power
 
 HEADER = 7  # values before the sums: active, two tokens and their squares, the size asked for, the count
 
@@ -92,7 +93,7 @@ class SumVerbs:
         between = torch.addcmul(square_lead, n_merged, lead, value=-1)
         between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
         m2 = (square_rest + between).clamp_min(0)
-        return lead + _if_finite(lead, left), m2, torch.rsqrt(m2 / n + eps), count
+        return lead + _if_finite(lead, left), m2, power(m2 / n + eps, -0.5), count
 
     def means_of(self, total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
         """p and q of the input gradient: the sums of dz and of dz*xhat, times the weight, over the count.

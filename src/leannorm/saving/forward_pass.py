@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
+from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
 from leannorm.saving import memo, packing, reasons, small
 from leannorm.saving.aside import PassHooks
@@ -219,6 +220,8 @@ def _refusal() -> str | None:
     """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED
+    if recording():  # a saved tensor that hooks have had is detached in the graph
+        return reasons.TRACED
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     ours = top is None or top[1] in (unpack, getattr(NODES, "record_unpack", unpack))
     return None if ours else reasons.HOOKS_AROUND

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm.ops.modes import exporting, traced
+from leannorm.ops.modes import exporting, recording, traced
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
 
@@ -54,7 +54,7 @@ class _LeanForward:
             if not exporting():
                 reasons.warn_compiled()
             return self._run(None, *args, **kwargs)
-        if exporting():
+        if exporting() or recording():
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)

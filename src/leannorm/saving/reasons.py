@@ -23,6 +23,10 @@ TRANSFORMED = (
     "lean() was entered under a torch.func transform, which admits no saved-tensor hooks: nothing was done;"
     " use torch.autograd, or leave lean() out"
 )
+TRACED = (
+    "lean() was entered while torch writes a graph (make_fx, AOTAutograd), which saves nothing yet: nothing"
+    " was done; enter it where the graph is called"
+)
 TRANSFORMED_WITHIN = (
     "torch admitted no saved-tensor hooks in a part of this pass (a torch.func transform within it): what was"
     " saved there is held as without lean(), and not counted"
@@ -115,6 +119,7 @@ OF_THE_PASS = {
     BENCHMARK,
     COMPILED,
     TRANSFORMED,
+    TRACED,
     TRANSFORMED_WITHIN,
     HOOKS_AROUND,
     HOOKS_WITHIN,

@@ -33,6 +33,7 @@ from leannorm.ops.precision import (
     compute_dtype,
     gradient_dtype,
     in_dtype,
+    power,
     statistics_dtype,
     sum_of_squares,
 )
@@ -190,7 +191,7 @@ class ChannelVerbs(RunningVerbs):
 
     def rstd_of(self, moments: Moments, eps: float) -> Tensor:
         """1 / sqrt(biased variance + eps); an empty set has variance 0."""
-        return torch.rsqrt(moments.m2 / at_least_one(moments.count) + eps)
+        return power(moments.m2 / at_least_one(moments.count) + eps, -0.5)
 
     def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
         """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""

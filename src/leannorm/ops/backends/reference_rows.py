@@ -11,6 +11,7 @@ from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import (
     compute_dtype,
     in_dtype,
+    power,
     row_gradient_dtype,
     statistics_dtype,
     sum_of_squares,
@@ -57,8 +58,8 @@ class RowVerbs:
         def rstd_of(square: Tensor) -> Tensor:
             square = square + rows.eps
             if valid is None:
-                return torch.rsqrt(square).to(dtype)
-            return of_valid(valid, torch.rsqrt(torch.where(valid, square, 1))).to(dtype)
+                return power(square, -0.5).to(dtype)
+            return of_valid(valid, power(torch.where(valid, square, 1), -0.5)).to(dtype)
 
         dims, dtype, wide = tuple(range(rows.start, rows.stop)), compute_dtype(x), statistics_dtype(x)
         x = of_valid(valid, in_dtype(x, dtype))

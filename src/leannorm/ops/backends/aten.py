@@ -140,10 +140,10 @@ def _axes(x: Tensor, per_sample: bool) -> list[int]:
     return [*range(2, x.dim())] if per_sample else [0, *range(2, x.dim())]
 
 
-class Torchs(Backend):
+class Aten(Backend):
     """Torch's kernels on the CPU; in each case that they do not serve, the reference's formulas."""
 
-    name = "torch"
+    name = "aten"
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
         reasons = [
@@ -379,4 +379,4 @@ def _layer_norm_backward(
     return dx, dweight.to(dtype), dbias.to(dtype)
 
 
-TORCH = Torchs()
+ATEN = Aten()
