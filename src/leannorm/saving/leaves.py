@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving.device import asynchronous
@@ -45,8 +46,9 @@ class _Asked(NamedTuple):
             return None
         alias = None
         if storage.nbytes():  # else it is freed for now, as sharding does
-            alias = torch.empty(0, dtype=self.counter.dtype, device=storage.device)
-            alias = alias.set_(storage, *self.layout).requires_grad_()
+            with _disable_current_modes():  # a fake tensor's memory is a meta tensor's
+                alias = torch.empty(0, dtype=self.counter.dtype, device=storage.device)
+                alias = alias.set_(storage, *self.layout).requires_grad_()
         sample = None if alias is None else sample_of(alias)
         return _Before(alias, self.counter._version, sample, self.storage.cdata)
 
