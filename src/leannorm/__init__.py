@@ -118,5 +118,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; importing them makes attributes of the inner rooms too."""
+    """The public names; importing them also sets the inner packages as attributes."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

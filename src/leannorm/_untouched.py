@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.jit import ScriptModule
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
@@ -93,8 +94,11 @@ def untouched(model: Module, instead: Instead | None = None) -> Iterator[ExitSta
     with ExitStack() as undo:
         for unit in units:  # so that the tables of parameters hold shards
             unit.reshard()
-        reached = _reached(model)
-        _keep_random_state(undo, reached)
+        if instead is left_alone:  # none of the model's code runs: modules alone may change
+            reached = list[Any](model.modules())
+        else:
+            reached = _reached(model)
+            _keep_random_state(undo, reached)
         for value in reached:
             if isinstance(value, Parameter):
                 undo.callback(_put_back_gradient, value, value.grad)
@@ -337,7 +341,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
     local: Any = tensor.detach()
     if hasattr(local, "to_local"):
         local = local.to_local()
-    if local.is_meta or isinstance(local, torch._subclasses.FakeTensor) or local.numel() == 0:
+    if local.is_meta or isinstance(local, FakeTensor) or local.numel() == 0:
         return None
     values: Tensor = local
     return values
@@ -370,7 +374,7 @@ def _keep_random_state(undo: ExitStack, reached: list[Any]) -> None:
     undo.callback(torch.set_rng_state, torch.get_rng_state())
     undo.callback(random.setstate, random.getstate())
     undo.callback(np.random.set_state, np.random.get_state())
-    tensors = [value for value in reached if isinstance(value, Tensor)]
+    tensors = [v for v in reached if isinstance(v, Tensor) and not isinstance(v, FakeTensor)]
     for kind, index in {(t.device.type, t.device.index or 0) for t in tensors if t.device.type != "cpu"}:
         if kind != "meta":
             device: Any = torch.get_device_module(kind)

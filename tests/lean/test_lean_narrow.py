@@ -104,7 +104,8 @@ def test_a_cast_that_was_edited_unseen_is_held():
     assert held(saved, "ToCopyBackward0") == 64 * 64 * 4
 
 
-def test_a_source_that_others_need_too_is_held_once():
+def test_a_source_that_another_branch_saves_too_has_a_copy_of_its_own():
+    """What `silu` alone has saved may be edited where no loss reads it: nothing else is rebuilt from it."""
     x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean()
 
     def run():
@@ -112,7 +113,7 @@ def test_a_source_that_others_need_too_is_held_once():
         return y.float().square().sum() + y.exp().float().sum() + F.silu(y).float().sum()
 
     assert_stock(run, [x], saved)
-    assert held(saved, "source of a cast") == 0
+    assert held(saved, "source of a cast") == 64 * 64 * 2
     assert held(saved, "SinBackward0") == 64 * 64 * 2
 
 

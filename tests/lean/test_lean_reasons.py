@@ -220,7 +220,8 @@ def test_a_backward_pass_in_the_with_statement_is_said(setting, small_ones, monk
             model(IMAGE).square().mean().backward()
         assert saved.reasons == [BACKWARD_WITHIN[setting.keys() <= {"recompute"}]]
         assert saved.plan is None
-    assert len(recwarn) == (0 if setting.keys() <= {"recompute"} else 1)
+    said = [w for w in recwarn if "leannorm" in str(w.message)]
+    assert len(said) == (0 if setting.keys() <= {"recompute"} else 1)
     with lean(**setting) as saved:
         loss = model(IMAGE).square().mean()
     assert saved.rebuilt_bytes > 0

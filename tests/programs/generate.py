@@ -252,10 +252,10 @@ def _backward(maker):
         passes = passes[:1]  # a second pass would read what the first has written
     logs = [name for name in maker.names if name.startswith("log") and len(name) > 3]
     if (
-        logs and not once and maker.chance(0.3)
+        logs and not once and maker.chance(0.1)
     ):  # a first loss, whose backward pass is done when the second's begins
         lines.append(Line(0, f"if {logs[0]}.requires_grad: {logs[0]}.backward(retain_graph=True)"))
-        if maker.tensors() and maker.chance(0.5):
+        if maker.tensors() and maker.chance(0.25):
             lines.append(Line(0, f"{maker.rng.choice(maker.tensors())}.mul_(2)"))
     depth = 0
     if maker.chance(0.1):

@@ -365,7 +365,7 @@ OPERATIONS = {
     setting: 1,
     other_data: 2,
     meanwhile.shared_weight: 2,
-    meanwhile.branch_of_its_own: 3,
+    meanwhile.branch_of_its_own: 1,
     stop: 1,
     forget: 1,
 }

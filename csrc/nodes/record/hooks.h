@@ -60,7 +60,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
   const bool leaf = t.is_leaf() && t.requires_grad();  // autograd reads what it holds in the backward pass
-  if (!current || current->busy || leaf || !plain(t)) {
+  if (!current || busy || leaf || !plain(t)) {
     s.tensor = t.grad_fn() ? t.detach() : t;
     return object;
   }
@@ -203,7 +203,7 @@ inline void add_record(py::module_ module) {
     table()[name] = std::move(row);
   });
   module.def("set_recorded", [](py::object set, py::object unpack) { with_flags() = std::move(set), others() = std::move(unpack); });
-  module.def("forget_trials", [] { trusted().clear(); });
+  module.def("forget_trials", [] { trust().forget(); });
 }
 
 }  // namespace leannorm::recording

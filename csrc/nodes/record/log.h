@@ -187,8 +187,7 @@ struct Log {
   uint64_t flags = flags_now(), stamp = 0;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
-  bool busy = false;        // it calls operators itself
-  bool closed = false, flags_changed = false;
+  bool closed = false;
   std::recursive_mutex mutex;
 
   // Two threads may come here: operators run without Python's lock, hooks and destructors with it.
@@ -283,5 +282,6 @@ struct Log {
 };
 
 inline thread_local std::shared_ptr<Log> current;
+inline thread_local bool busy = false;  // does this thread make calls again itself?
 
 }  // namespace leannorm::recording

@@ -34,7 +34,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
   if (value.held.defined() && !value.copied && value.refs > value.saves)
-    value.held = copy_of(log, value.held, value.made), value.copied = true;
+    value.held = copy_of(value.held, value.made), value.copied = true;
   Memory& memory = log.memories[log.values[v].memory];
   call.writing.push_back(log.values[v].memory);
   memory.writer = number, memory.counter = t.unsafeGetTensorImpl()->version_counter(), memory.version = t._version();
@@ -64,7 +64,7 @@ inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inp
 }
 
 inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
-  if (!current || current->busy) return nullptr;
+  if (!current || busy) return nullptr;
   Rule* const rule = rules.of(fn);
   if (rule == nullptr || rule->kind == Kind::kSkip) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();

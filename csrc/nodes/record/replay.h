@@ -17,13 +17,12 @@ namespace leannorm::recording {
 // What a call is made under: below autograd, without autocast and modes, unseen by the log.
 class Below {
  public:
-  explicit Below(Log& log) : busy_(log.busy), before_(log.busy) { busy_ = true; }
+  Below() { busy = true; }
   Below(const Below&) = delete;
-  ~Below() { busy_ = before_; }
+  ~Below() { busy = before_; }
 
  private:
-  bool& busy_;
-  const bool before_;
+  const bool before_ = busy;
   const at::AutoDispatchBelowADInplaceOrView below_;
   const c10::impl::ExcludeDispatchKeyGuard without_{
       c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
@@ -31,8 +30,8 @@ class Below {
 };
 
 // A copy of all of the storage, so that views keep their places.
-inline Tensor copy_of(Log& log, const Tensor& t, const Geometry& as) {
-  const Below below(log);
+inline Tensor copy_of(const Tensor& t, const Geometry& as) {
+  const Below below;
   const int64_t size = static_cast<int64_t>(t.storage().nbytes());
   const Tensor all = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(t.device())).set_(t.storage(), 0, {size}, {1});
   return over(all.clone().storage(), as);
@@ -128,7 +127,7 @@ class Replay {
     for (const int out : results_read(log_.calls[number])) results[out] = value(result_of(log_, log_.calls[number], out));
     const Call& call = log_.calls[number];
     {
-      const Below below(log_);
+      const Below below;
       const at::AutoGradMode mode(call.grad_mode);
       if (call.by_result) make_by_results(call, read, results);
       else if (call.before >= 0) edit(call, read);
@@ -228,7 +227,7 @@ class Replay {
       return keep(v, stack[0].toTensor());
     }
     const Tensor base = fills ? at::empty_strided(made.sizes, made.strides, at::TensorOptions().dtype(made.dtype).device(made.device))
-                              : copy_of(log_, read[0], made);
+                              : copy_of(read[0], made);
     read[0] = whole ? base : shown(base, log_.geometries[call.reads[0].geometry]);
     auto stack = stack_of(call, read);
     call.rule->op->callBoxed(&stack);

@@ -9,14 +9,40 @@ namespace leannorm::recording {
 
 // ---------------------------------------------------------------- trust
 
-// How often a kind of call gave, when it was made again, the bits of the call: on two tensors of several values it
-// speaks for others. -1: it did not.
-inline std::unordered_map<uint64_t, int>& trusted() {
-  static auto* const known = new std::unordered_map<uint64_t, int>();
+// How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several values speak
+// for others. A kind that once gave other bits is refused.
+class Trust {
+ public:
+  bool is_enough(uint64_t kind) { return count(kind) >= kEnough; }
+  bool is_refused(uint64_t kind) { return count(kind) < 0; }
+  void has(uint64_t kind) { change(kind, 1); }
+  void refuse(uint64_t kind) { change(kind, -kMany); }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    counts_.clear();
+  }
+
+ private:
+  static constexpr int kEnough = 2, kMany = 1 << 20;
+  static constexpr size_t kMostKinds = 1 << 16;
+  std::mutex mutex_;  // operators run in several threads at once
+  std::unordered_map<uint64_t, int> counts_;
+
+  int count(uint64_t kind) {
+    const std::lock_guard lock(mutex_);
+    const auto known = counts_.find(kind);
+    return known == counts_.end() ? 0 : known->second;
+  }
+  void change(uint64_t kind, int by) {
+    const std::lock_guard lock(mutex_);
+    if (counts_.size() > kMostKinds) counts_.clear();
+    counts_[kind] += by;
+  }
+};
+inline Trust& trust() {
+  static auto* const known = new Trust();
   return *known;
 }
-constexpr int kEnough = 2;
-constexpr size_t kMostKinds = 1 << 16;
 
 inline uint64_t kind_of(const Log& log, const Call& call) {
   uint64_t h = reinterpret_cast<uint64_t>(call.rule) + call.by_result;
@@ -153,7 +179,7 @@ class Walk {
     if (!needed) call.by_result = by_result(call, v);
     if (!call.by_result && !call.rule->again) return says(Why::kNever, v);
     if (call.by_result && of.out != 0) return says(Why::kNotAtHand, v);
-    if (const auto known = trusted().find(kind_of(log_, call)); known != trusted().end() && known->second < 0) return says(Why::kOtherBits, v);
+    if (trust().is_refused(kind_of(log_, call))) return says(Why::kOtherBits, v);
     int runs = 1, sums = 0, products = 0;
     bool all = true;
     for_inputs(log_, call, [&](int in) {
@@ -196,7 +222,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
-      if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(log, x.held, x.made), x.copied = true;
+      if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
       continue;
     }
@@ -234,7 +260,7 @@ inline bool has_its_bits(Log& log, int v) {
     if (!looked.insert(one).second || (one != v && log.values[one].held.defined())) continue;
     const Call& call = log.calls[log.values[one].call];
     const uint64_t kind = kind_of(log, call);
-    if (const auto known = trusted().find(kind); known == trusted().end() || known->second < kEnough) untried.push_back(kind);
+    if (!trust().is_enough(kind)) untried.push_back(kind);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
   if (untried.empty()) return true;
@@ -243,17 +269,15 @@ inline bool has_its_bits(Log& log, int v) {
   try {
     std::map<int, Tensor> scratch;
     const Tensor again = Replay(log, &scratch).value(v), before = shown(was, log.values[v].made);
-    const Below below(log);
+    const Below below;
     const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
     same = again.numel() == 0 || at::equal(bits(again), bits(before));
     if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
-  } catch (const c10::Error&) {
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // an operator that raises when it is called again: its result is kept
   }
   log.values[v].held = was;
-  if (trusted().size() > kMostKinds) trusted().clear();
-  if (same && Sample::of(was).tells) for (const uint64_t kind : untried) ++trusted()[kind];
-  if (!same && of_numbers) trusted()[kind_of(log, log.calls[log.values[v].call])] = -1;
+  if (same && Sample::of(was).tells) for (const uint64_t kind : untried) trust().has(kind);
+  if (!same && of_numbers) trust().refuse(kind_of(log, log.calls[log.values[v].call]));
   return same;
 }
 

@@ -23,7 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in NEEDS:
             import_module(name)
     except ModuleNotFoundError as error:
-        return _complain(f"the command needs {' and '.join(NEEDS)} ({error}): {INSTALL} {' '.join(NEEDS)}")
+        return _complain(
+            f"the command needs {' and '.join(NEEDS)} ({error}), the extra leannorm[cli]:"
+            f" {INSTALL} {' '.join(NEEDS)}"
+        )
     import typer
 
     from leannorm._errors import LeannormError

@@ -193,8 +193,9 @@ def _rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: flo
     """torch's function; its formula for TorchScript's exporter of ONNX, which knows no RMS norm."""
     if traced() or not torch.onnx.is_in_onnx_export():
         return F.rms_norm(x, shape, weight, eps)
-    y = x * torch.rsqrt((x * x).mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
-    return y if weight is None else y * weight
+    wide = x.to(compute_dtype(x))
+    y = wide * torch.rsqrt((wide * wide).mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
+    return (y if weight is None else y * weight.to(wide.dtype)).to(x.dtype)
 
 
 def _of_one_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

@@ -94,16 +94,16 @@ def first_of_all(*tensors: Tensor | None) -> Backend:
     key = tuple(kinds)
     backend = _PICKED.get(key)
     if backend is None:
-        backend = _first(tensors)
-        if backend is not ATEN or _warned_of_missing_kernels(tensors):
-            _PICKED[key] = backend
+        backend = _PICKED[key] = _first(tensors)
+    if backend is ATEN and not _warned:
+        _warn_of_missing_kernels(tensors)
     return backend
 
 
-def _warned_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether the user knows that the C++ kernels are missing: said once, of the first large tensor."""
+def _warn_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> None:
+    """Say that the C++ kernels are missing: once, at the first large tensor."""
     global _warned
-    if not _warned and any(t is not None and t.numel() >= _LARGE for t in tensors):
+    if any(t is not None and t.numel() >= _LARGE for t in tensors):
         _warned = True
         warnings.warn(
             f"leannorm normalizes on the CPU with torch's kernels, which take longer than its own: "
@@ -111,7 +111,6 @@ def _warned_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> bool:
             "`pip install --no-build-isolation .` in leannorm's source",
             stacklevel=2,
         )
-    return _warned
 
 
 def _first(tensors: tuple[Tensor | None, ...]) -> Backend:

@@ -215,8 +215,8 @@ def fit(
 
 
 def _made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    """The model, or what makes it has made: on the meta device, which takes no memory, or, if its constructor
-    reads values, on the CPU."""
+    """The model; or the one that a function makes, on the meta device, which takes no memory, or, if its
+    constructor reads values, on the CPU."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
@@ -249,7 +249,7 @@ def _batch_of(one: Arguments, batch: int) -> Arguments:
 
 
 def _largest(needed: Callable[[int], tuple[int, ...]], memory: int) -> tuple[int, tuple[int, ...]]:
-    """The largest batch with all of needed(batch) <= memory, and what it needs; nearly linear, as assumed."""
+    """The largest batch with all of needed(batch) <= memory, and what it needs: `needed` is nearly linear."""
     known = {_SMALLEST: needed(_SMALLEST)}
     if max(known[_SMALLEST]) > memory:
         return 0, known[_SMALLEST]

@@ -102,9 +102,10 @@ class Ledger:
         self._closed = None
 
     def is_mostly_gone(self) -> bool:
-        """Are most values gone? In a forward pass nearly all live as long as its result does."""
+        """Are nearly all values gone? In a forward pass they live as long as its result does, but for what a
+        part of it has dropped, such as a derivative within it."""
         alive = sum(1 for _ in self.values())
-        return alive < (len(self.references) + self._dropped) / 2
+        return alive < (len(self.references) + self._dropped) / 8
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from leannorm._report import bytes_in_words
 from leannorm.planning.goal import Goal
@@ -229,8 +230,10 @@ def is_checkpointed(node: Any) -> bool:
 
 
 def _unpacked_by(node: Any) -> set[str]:
-    """The modules of the hooks that unpack what the node saved."""
+    """The modules of the hooks that unpack what the node saved; a function in Python does not show them."""
     kind: Any = type(node)
+    if issubclass(kind, BackwardCFunction):  # whose class must not be remembered: a user may make many
+        return set()
     hooks = [getattr(getattr(node, name), "unpack_hook", None) for name in saved_names(kind)]
     return {hook.__module__ for hook in hooks if hook is not None}
 

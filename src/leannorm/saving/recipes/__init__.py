@@ -1,4 +1,4 @@
-"""The recipes, by kind; importing this room registers them all."""
+"""The recipes, by kind; importing this package registers them all."""
 
 from leannorm.saving.recipes import (  # noqa: F401
     activations,
