@@ -56,13 +56,14 @@ inline PyObject* new_saved() {
 inline PyObject* pack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   const Tensor& t = THPVariable_Unpack(given);
-  PyObject* const object = new_saved();
+  auto owned = py::reinterpret_steal<py::object>(new_saved());
+  PyObject* const object = owned.ptr();
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
   const bool leaf = t.is_leaf() && t.requires_grad();  // autograd reads what it holds in the backward pass
   if (!current || busy || leaf || !plain(t)) {
     s.tensor = t.grad_fn() ? t.detach() : t;
-    return object;
+    return owned.release().ptr();
   }
   Log& log = *current;
   const Log::Lock lock(log);
@@ -73,16 +74,18 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
   if (!x.listed) x.listed = true, log.listed.push_back(v);
+  // Of a leaf autograd reads what it holds in the backward pass, also where its data is replaced and put back.
+  if (!t.grad_fn() && x.call < 0) s.tensor = t;
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
     if (shows_more) s.tensor = alias_of(t);
-    return object;
+    return owned.release().ptr();
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
-  return object;
+  return owned.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -119,7 +122,7 @@ inline Tensor rebuilt(SavedObject& s) {
     TORCH_CHECK(!dropped || log.values[s.value].sample.matches(Sample::of(t)), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
                 " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
-                " or leave lean() out of this part; lean(verify=True) names the layer");
+                " or leave lean() out of this part");
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
@@ -143,26 +146,34 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
 }
 inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
 
-// A pass that is open, or was.
+// A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
+// each write is seen by all.
 struct Pass {
-  std::shared_ptr<Log> log = std::make_shared<Log>(), before = current;
-  at::CallbackHandle handle = 0;
+  std::shared_ptr<Log> log = current;
+  size_t first = 0;  // of what the log lists: the first that this pass saved
+  bool open = true;
 
   Pass(const Policy& policy, py::object flags) {
-    log->policy = policy, log->python_flags = std::move(flags);
-    rules.forget_others();
-    at::RecordFunctionCallback callback(&begin, &end);
-    handle = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
-    current = log;
+    if (!log || log->closed) {
+      log = std::make_shared<Log>();
+      log->policy = policy, log->python_flags = std::move(flags);
+      rules.forget_others();
+      at::RecordFunctionCallback callback(&begin, &end);
+      log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+      current = log;
+    }
+    const Log::Lock lock(*log);
+    ++log->passes, first = log->listed.size();
   }
   void close() {
-    if (log->closed) return;
-    at::removeCallback(handle);
+    if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
+    if (--log->passes > 0) return;
+    at::removeCallback(log->callback);
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
-    if (current == log) current = before && !before->closed ? before : nullptr;
-    before.reset();
+    if (current == log) current.reset();
   }
+  size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
   // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
   // what is held to make others.
   py::list rows() const {
@@ -173,7 +184,8 @@ struct Pass {
                                  py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(x.made.dtype))), x.storage_bytes,
                                  x.state == Value::kDropped, static_cast<int>(x.why), x.saves));
     };
-    for (const int v : log->listed) if (log->values[v].refs > 0) add(log->values[v]);
+    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
+      if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);
     for (const Value& x : log->values) if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
     return rows;
   }
@@ -190,7 +202,7 @@ inline void add_record(py::module_ module) {
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
       .def("close", &Pass::close)
       .def("rows", &Pass::rows)
-      .def("seen", [](const Pass& p) { return p.log->listed.size(); })
+      .def("seen", &Pass::seen)
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

@@ -55,12 +55,14 @@ struct Geometry {
 };
 
 // Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they compute with.
-inline bool plain(const Tensor& t) {
+// `in_any_bits`: conjugate or negative views too, which are memory that may be written.
+inline bool plain(const Tensor& t, bool in_any_bits = false) {
+  constexpr c10::DispatchKeySet bits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
                                          c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                                         c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor,
-                                         c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  return t.defined() && t.layout() == at::kStrided && t.has_storage() && !t.key_set().has_any(wrapped) && !t.is_inference() && !t.is_nested() &&
+                                         c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor});
+  return t.defined() && t.layout() == at::kStrided && t.has_storage() && !t.key_set().has_any(wrapped) &&
+         (in_any_bits || !t.key_set().has_any(bits)) && !t.is_inference() && !t.is_nested() &&
          !t.is_quantized() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
@@ -188,6 +190,8 @@ struct Log {
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
   bool closed = false;
+  int passes = 0;           // that are open and write into it
+  at::CallbackHandle callback = 0;
   std::recursive_mutex mutex;
 
   // Two threads may come here: operators run without Python's lock, hooks and destructors with it.
@@ -239,7 +243,7 @@ struct Log {
     if (now == x.version || memory.writer >= 0) return memory.current;
     // The counter has moved, and no operator has written. A function that says that it worked in place (mark_dirty)
     // moves it once more behind its own operators; else somebody has written past the dispatcher.
-    if (now == x.version + 1 && x.call >= 0 && calls[x.call].before >= 0 && !x.marked) {
+    if (is_marked(x)) {
       x.marked = true, x.version = now;
       return memory.current;
     }
@@ -247,6 +251,11 @@ struct Log {
     const int fresh = new_value(number, t, -1);
     return memories[number].current = fresh;
   }
+  bool is_marked(const Value& x) const {
+    const bool in_function = x.call >= 0 && calls[x.call].before >= 0 && !calls[x.call].grad_mode;
+    return in_function && !x.marked && x.counter.current_version() == x.version + 1;
+  }
+  bool is_unedited(const Value& x) const { return x.counter.current_version() == x.version || is_marked(x); }
   int value_or_new(const Tensor& t) {
     const int known = value_of(t);
     return known < 0 ? new_memory(t, -1) : known;
@@ -266,7 +275,7 @@ struct Log {
     // Where autograd has not seen it, whoever has saved the memory reads what is there now.
     Value& old = values[before];
     if (old.saves == 0 || old.counter.current_version() != old.version) return;
-    if (auto storage = memory.storage.lock()) old.shown = over(c10::Storage(std::move(storage)), old.made);
+    if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
   }
   bool is_there(int v) const {
     const Memory& memory = memories[values[v].memory];

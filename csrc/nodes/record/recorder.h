@@ -24,13 +24,17 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   if (!log.values[v].made.is_of(t)) {
     geometry = static_cast<int>(log.geometries.size());
     log.geometries.push_back(Geometry::of(t));
+    if (log.geometries.back().extent() > log.values[v].made.extent()) {  // other memory than its call has made
+      if (log.values[v].state == Value::kDropped) call.usable = false;
+      else log.values[v].call = -1;
+    }
   }
   call.reads.push_back({at, place, v, geometry});
 }
 
 // The memory of `t` is written when this call runs: what is made again from what it holds now gets a copy of it.
 inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
-  if (!plain(t)) return;
+  if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
   if (value.held.defined() && !value.copied && value.refs > value.saves)
@@ -68,17 +72,18 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   Rule* const rule = rules.of(fn);
   if (rule == nullptr || rule->kind == Kind::kSkip) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours) return nullptr;  // part of a call
+  const bool inference = c10::InferenceMode::is_enabled();  // which excludes autograd too
+  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference) return nullptr;  // part of a call
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
   if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) log.begin_anew();
   const int number = static_cast<int>(log.calls.size());
   log.calls.emplace_back();
-  log.open.push_back(number);
+  log.calls.back().rule = rule, log.calls.back().usable = false;  // as long as it is not read whole
   Call call;
   call.rule = rule, call.grad_mode = c10::GradMode::is_enabled();
-  call.usable = flags_now() == log.flags && !c10::impl::dispatch_mode_enabled();
+  call.usable = flags_now() == log.flags && !inference && !c10::impl::dispatch_mode_enabled();
   read_arguments(log, call, fn.inputs());
   if (rule->gate < 0 || call.args[rule->gate].toBool()) {
     for (const int at : rule->writes) {
@@ -90,6 +95,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
     }
   }
   log.calls[number] = std::move(call);
+  log.open.push_back(number);
   auto opened = std::make_unique<Opened>();
   opened->log = current, opened->call = number;
   return opened;
@@ -117,6 +123,7 @@ inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   const int number = opened->call;
   while (!log.open.empty() && log.open.back() >= number) log.open.pop_back();
   if (log.closed || number >= static_cast<int>(log.calls.size())) return;
+  if (fn.outputs().empty()) log.calls[number].usable = false;  // it raised, or has no result
   for (const int memory : log.calls[number].writing)
     if (log.memories[memory].writer == number) log.written(memory);
   int out = 0;

@@ -38,20 +38,22 @@ inline Tensor copy_of(const Tensor& t, const Geometry& as) {
 }
 
 inline Tensor shown(const Tensor& t, const Geometry& as) {
-  if (as.is_of(t)) return t;
   TORCH_CHECK(as.extent() <= static_cast<int64_t>(t.storage().nbytes()),
               "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the forward pass");
+  if (as.is_of(t)) return t;
   if (as.dtype != t.scalar_type()) return over(t.storage(), as);
   const at::AutoDispatchBelowADInplaceOrView below;
   return t.as_strided(as.sizes, as.strides, as.offset);
 }
 
 // Does the call fill all of the memory that it writes?
-inline bool fills_all(const Call& call) {
-  return call.rule->fills && call.before >= 0 && !call.reads.empty() && call.reads[0].at == 0 && call.reads[0].geometry < 0;
+inline bool fills_all(const Log& log, const Call& call) {
+  if (!call.rule->fills || call.before < 0 || call.reads.empty() || call.reads[0].at != 0 || call.reads[0].geometry >= 0) return false;
+  const Value& x = log.values[call.before];
+  return x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) == x.storage_bytes;
 }
 // Is this argument read when the call is made again?
-inline bool is_read(const Call& call, const Read& read) {
+inline bool is_read(const Log& log, const Call& call, const Read& read) {
   if (call.by_result && call.rule->instead) {
     for (const Source& source : call.rule->sources)
       if (source.of == Source::kArgument && source.at == read.at) return true;
@@ -60,7 +62,7 @@ inline bool is_read(const Call& call, const Read& read) {
   if (call.rule->gate >= 0 && call.args[call.rule->gate].toBool())  // what the call itself has moved since
     for (const int at : call.rule->writes)
       if (at == read.at) return false;
-  return !(fills_all(call) && &read == &call.reads[0]);
+  return !(fills_all(log, call) && &read == &call.reads[0]);
 }
 inline int result_of(const Log& log, const Call& call, int out) {
   for (const int v : call.outs)
@@ -78,7 +80,7 @@ inline c10::SmallVector<int, 2> results_read(const Call& call) {
 // What the call is made again from, each as often as it is read.
 template <class Visit> void for_inputs(const Log& log, const Call& call, const Visit& visit) {
   for (const Read& read : call.reads)
-    if (is_read(call, read)) visit(read.value);
+    if (is_read(log, call, read)) visit(read.value);
   for (const int out : results_read(call)) visit(result_of(log, call, out));
 }
 
@@ -109,7 +111,7 @@ class Replay {
   std::map<int, Tensor>* const scratch_;
 
   Tensor checked(const Value& x) const {
-    const bool edited = !x.copied && (x.lost || (log_.closed && x.counter.current_version() != x.version));
+    const bool edited = !x.copied && (x.lost || !log_.is_unedited(x));
     TORCH_CHECK(!edited && x.sample.matches(Sample::of(x.held)),
                 "a tensor of shape ", x.made.sizes, " has been modified by an inplace operation after leannorm.lean()'s forward pass"
                 " had read it, and is needed to rebuild another one: edit it after backward(), edit a copy of it, or leave"
@@ -120,7 +122,7 @@ class Replay {
   void run(int number) {
     std::vector<Tensor> read;
     for (const Read& one : log_.calls[number].reads) {
-      if (is_read(log_.calls[number], one)) read.push_back(shown(value(one.value), log_.geometry_of(one)));
+      if (is_read(log_, log_.calls[number], one)) read.push_back(shown(value(one.value), log_.geometry_of(one)));
       else read.emplace_back();
     }
     std::map<int, Tensor> results;
@@ -220,7 +222,7 @@ class Replay {
   void edit(const Call& call, std::vector<Tensor>& read) {
     const int v = call.outs[0];
     const Geometry& made = log_.values[v].made;
-    const bool whole = call.reads[0].geometry < 0, fills = fills_all(call);
+    const bool whole = call.reads[0].geometry < 0, fills = fills_all(log_, call);
     if (call.rule->functional && whole && !fills) {
       auto stack = stack_of(call, read);
       call.rule->again->callBoxed(&stack);

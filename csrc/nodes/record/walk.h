@@ -45,7 +45,7 @@ inline Trust& trust() {
 }
 
 inline uint64_t kind_of(const Log& log, const Call& call) {
-  uint64_t h = reinterpret_cast<uint64_t>(call.rule) + call.by_result;
+  uint64_t h = std::hash<std::string>()(call.rule->name) + call.by_result;
   const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
   const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
   mix(call.grad_mode), mix(log.flags);
@@ -119,7 +119,7 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined() && !x.lost && (x.copied || log_.is_there(v))) return true;
+    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v));
     if (x.state == Value::kDropped) return true;
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
@@ -139,8 +139,9 @@ class Walk {
   bool takes(int v) {
     Value& x = log_.values[v];
     const Memory& memory = log_.memories[x.memory];
-    const bool there = v != top_ && log_.is_there(v) && memory.storage.use_count() > 0 && x.counter.current_version() == x.version;
-    if (!there) return false;
+    if (v == top_ || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
+    const auto storage = memory.storage.lock();
+    if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
     x.runs = x.sums = x.products = 0;
     if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
     if (x.storage_bytes > may_hold_) return false;
@@ -240,7 +241,7 @@ inline void release(Log& log, int v) {
     Value& x = log.values[one];
     --x.refs;
     if (x.refs > 0) {
-      if (--x.left <= 0) x.rebuilt.reset(), x.left = x.refs;
+      x.left = std::min(x.left, x.refs);  // its reader may have had it
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
@@ -277,7 +278,11 @@ inline bool has_its_bits(Log& log, int v) {
   }
   log.values[v].held = was;
   if (same && Sample::of(was).tells) for (const uint64_t kind : untried) trust().has(kind);
-  if (!same && of_numbers) trust().refuse(kind_of(log, log.calls[log.values[v].call]));
+  if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
+    const uint64_t last = kind_of(log, log.calls[log.values[v].call]);
+    if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried = {last};
+    for (const uint64_t kind : untried) trust().refuse(kind);
+  }
   return same;
 }
 
