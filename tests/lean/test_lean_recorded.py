@@ -371,7 +371,7 @@ def test_what_a_reader_of_the_code_thought_of(program):
 
 
 def test_memory_that_was_freed_is_an_error():
-    x = torch.randn(128, 128)
+    x = torch.randn(128, 128, requires_grad=True)
     for step in range(4):
         x0 = x * (step + 1)
         w = torch.randn(128, 128, requires_grad=True)

@@ -60,8 +60,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   PyObject* const object = owned.ptr();
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
-  const bool leaf = t.is_leaf() && t.requires_grad();  // autograd reads what it holds in the backward pass
-  if (!current || busy || leaf || !plain(t)) {
+  if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
@@ -74,15 +73,16 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
   if (!x.listed) x.listed = true, log.listed.push_back(v);
-  // Of a leaf autograd reads what it holds in the backward pass, also where its data is replaced and put back.
-  if (!t.grad_fn() && x.call < 0) s.tensor = t;
+  const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
+  if (leaf) s.tensor = t;
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
-    if (shows_more) s.tensor = alias_of(t);
+    if (shows_more && !leaf) s.tensor = alias_of(t);
     return owned.release().ptr();
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
+  if (leaf) return owned.release().ptr();
   if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
   return owned.release().ptr();
