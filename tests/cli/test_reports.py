@@ -157,7 +157,7 @@ sys.exit(main())
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :] != []
-    needs = "leannorm: the command needs rich and typer (No module named 'rich'): "
+    needs = "leannorm: the command needs rich and typer (No module named 'rich'), the extra leannorm[cli]: "
     assert done.stderr == f"{needs}{sys.executable} -m pip install rich typer\n"
     assert done.returncode == 2
 

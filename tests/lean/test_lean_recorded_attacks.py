@@ -1,0 +1,125 @@
+"""Programs by which a reader of the log's code (csrc/nodes/record/) tried to break it; each once did."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from leannorm import lean
+from leannorm.autograd.nodes import NODES
+
+pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
+
+
+@pytest.fixture(autouse=True)
+def recording(monkeypatch):
+    monkeypatch.setenv("LEANNORM_RECORD", "1")
+    NODES.forget_trials()
+
+
+def held_and_overwritten(x):
+    a = x[:2, :8].exp() + x[:2, :8].cos()  # too small to be rebuilt
+    y = a.sum() + x
+    a.data[1] = 50.0
+    return y.sin()
+
+
+def written_in_a_pass_within(x):
+    h = x.exp() + x
+    with lean():
+        h.data[3] = 50.0
+    return h.sin()
+
+
+def written_through_a_conjugate(x):
+    h = torch.view_as_complex((x * 1.5).reshape(32, 64, 2).contiguous())
+    y = h.abs()
+    h.data.conj()[3:4].fill_(2)
+    return y.sin() + h.abs().cos()
+
+
+def an_edit_that_fails(x):
+    h = x * 2
+    with contextlib.suppress(RuntimeError):
+        h.add_(torch.ones(7))
+    return h.sin()
+
+
+def a_part_of_a_buffer(x):
+    b = torch.zeros(64, 64)
+    b[:, ::3].copy_(x.detach()[:, ::3])
+    return torch.sigmoid(b * x) * x
+
+
+def edited_in_inference_mode(x):
+    h = x * 2
+    h.add_(1)
+    y = h.exp()
+    with torch.inference_mode():
+        h.data[3].fill_(5)
+    return y.sin() + h.cos()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        held_and_overwritten,
+        written_in_a_pass_within,
+        written_through_a_conjugate,
+        an_edit_that_fails,
+        a_part_of_a_buffer,
+        edited_in_inference_mode,
+    ],
+)
+def test_what_a_reader_of_the_code_thought_of(program):
+    for step in range(5):  # the first passes try each kind of call
+        torch.manual_seed(step)
+        leaf = torch.randn(64, 64, requires_grad=True)
+        found = []
+        for context in (nullcontext, lean):
+            with context():
+                loss = program(leaf * 1).square().sum()
+            found.append(torch.autograd.grad(loss, leaf)[0])
+        assert torch.equal(*found)
+
+
+def test_memory_that_was_freed_is_an_error():
+    x = torch.randn(128, 128, requires_grad=True)
+    for step in range(4):
+        x0 = x * (step + 1)
+        w = torch.randn(128, 128, requires_grad=True)
+        with lean():
+            loss = (torch.sigmoid(x0) * w).sum()
+        if step == 3:
+            x0.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match="freed or resized"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+def test_what_is_rebuilt_is_made_once_for_all_of_its_readers():
+    calls = []
+
+    @torch.library.custom_op("leannorm_test::noted", mutates_args=())
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin()
+
+    noted.register_autograd(
+        lambda ctx, g: g * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    for _ in range(4):
+        y = torch.randn(64, 64, requires_grad=True)
+        with lean():
+            loss = y * 1
+            for _ in range(8):
+                loss = noted(loss)
+            loss = loss.sum()
+        calls.clear()
+        loss.backward()
+    assert 0 < len(calls) <= 8
