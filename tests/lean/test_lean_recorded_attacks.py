@@ -63,6 +63,7 @@ def edited_in_inference_mode(x):
     return y.sin() + h.cos()
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. lean.. saw no tensor")  # of the pass within
 @pytest.mark.parametrize(
     "program",
     [
