@@ -22,14 +22,13 @@ from leannorm._types import KeptByChannelNorm, KeptByRowNorm, Maybe, Moments, Ro
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.compiled import DTYPES
-from leannorm.ops.backends.reference import activation_grad
+from leannorm.ops.backends.reference import _SLICE, activation_grad
 from leannorm.ops.backends.reference_rows import shifted_weight
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.modes import recorded, traced, transformed
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics_dtype
 
-_SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 _SMALL = 1 << 12  # fewer are the reference's: a call of torch's takes as long as these
 _NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
 _USUAL = 1e-10, 1e10  # of rstd: its square is far from what float32 cannot hold
@@ -39,9 +38,7 @@ def _serves(x: Tensor, *others: Tensor | None) -> bool:
     """Are these large, plain tensors, of which nobody records what is computed?"""
     if traced() or transformed(x, *others) or recorded(x, *others):
         return False
-    return x.numel() >= max(_SMALL, 1) and all(
-        type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None
-    )
+    return x.numel() >= _SMALL and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
 
 
 def _usual(mean: Tensor, rstd: Tensor) -> bool:
@@ -279,7 +276,8 @@ class Aten(Backend):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         given = x, residual, weight, bias, valid
         size = _row_size(x, rows)
-        if not size or valid is not None or not _serves(*given):
+        between = rows.cast_before and not rows.rms  # a cast between the norm and the weight: torch has none
+        if not size or valid is not None or between or not _serves(*given):
             return super().row_forward(*given[:4], rows, valid)
         total = x if residual is None else x + residual.to(x.dtype)
         if rows.rms:
@@ -290,7 +288,7 @@ class Aten(Backend):
         gamma = gamma if weight is None else shifted_weight(weight, rows.weight_offset, dtype)
         beta = torch.zeros_like(gamma) if bias is None else bias.to(dtype)
         y, mean, rstd = torch.native_layer_norm(total, shape, gamma, beta, rows.eps)
-        if rows.cast_before or not _usual(mean, rstd) or _far(mean, rstd):
+        if not _usual(mean, rstd) or _far(mean, rstd):
             return super().row_forward(total, None, weight, bias, rows)
         return y, total, mean, rstd
 
