@@ -27,6 +27,7 @@ def lean_callback(
     peak: float | int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
+    head: bool = False,
 ) -> Any:
     """A `TrainerCallback` under which the model's forward pass runs in `lean` while it is trained.
 
@@ -39,7 +40,7 @@ def lean_callback(
     """
     base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
-    settings |= {"held": held, "verify": verify}
+    settings |= {"held": held, "verify": verify, "head": head}
     lean(**settings)  # raises where there are no such settings
 
     class LeanCallback(base):  # type: ignore[misc]

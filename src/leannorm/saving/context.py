@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm._errors import InputError
 from leannorm._report import bytes_in_words
 from leannorm._torch import left_to_python
+from leannorm.head import Told
 from leannorm.ops.modes import exporting, traced
 from leannorm.planning.goal import goal
 from leannorm.saving import reasons
@@ -62,6 +63,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         held: other saved-tensor hooks for the tensors that must be held, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
+        head: compute the logits of a language model in parts, within its loss: a linear layer whose outputs
+            are over three times its inputs gives a tensor that is not computed, which losses, log-probabilities
+            and entropies read some columns at a time. What else reads it gets the tensor, computed once, and
+            `reasons` says what that was. Gradients are then not bit-equal.
         verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
@@ -113,6 +118,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         peak: float | int | str | None = None,
         held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
+        head: bool = False,
     ) -> None:
         if callable(recompute):
             raise _not_a_setting(recompute)
@@ -120,10 +126,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         planned = asked.worth is None
         policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
         shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak}
-        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify}
+        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
         self._settings = Settings(
-            policy, asked if planned else None, None if held is None else hooks_of(held), verify
+            policy, asked if planned else None, None if held is None else hooks_of(held), verify, bool(head)
         )
+        self._told: list[Told] = []
         self._open: list[tuple[int, ForwardPass]] = []  # with the thread of each
         self._ledger = Ledger()
         self.place: Hashable = None
@@ -138,7 +145,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return self
         mine = self._opened_here()
         if not mine:
-            self._ledger, self._reasons, self._tells_why = Ledger(), [], False
+            self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         frame: FrameType | None = sys._getframe(1)
         assert frame is not None
         place, around = place_of(frame) if self.place is None else self.place, set[int]()
@@ -150,6 +157,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
+        self._told += [passed.told] if passed.told is not None else []
         self._open.append((get_ident(), passed))
         return self
 
@@ -219,7 +227,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def reasons(self) -> list[str]:
         """Why nothing, or less than asked, was saved; what holds a twentieth of all bytes is named."""
         held = reasons.by_bytes(self._ledger.rows()) if self._tells_why else ()
-        return [*self._reasons, *held]
+        of_heads = [reason for told in self._told for reason in told.reasons()]
+        return [*self._reasons, *of_heads, *held]
 
     @property
     def kept_bytes(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
+from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
 from leannorm.saving import memo, packing, reasons, small
@@ -37,6 +38,7 @@ class Settings(NamedTuple):
     goal: Goal | None
     hooks: Hooks | None
     verify: bool
+    head: bool = False
 
     @property
     def may_be_small(self) -> bool:
@@ -74,6 +76,7 @@ class ForwardPass:
         self._freed_within = False  # did a backward pass run before this one closed?
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
+        self.told: Told | None = None  # of logits that are not computed
 
     def open(self) -> None:
         """Set the hooks, unless `_refusal` has a reason against it."""
@@ -89,6 +92,11 @@ class ForwardPass:
             self._unpack = NODES.record_unpack
         pack = self._begin() if self._small is None else self._small.pack
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
+        if self._settings.head:
+            self.told = Told(self._line)
+            heads = Heads(self.told, _others_hooks)
+            heads.open()
+            self._stack.callback(heads.close)
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
@@ -222,6 +230,10 @@ def _refusal() -> str | None:
         return reasons.TRANSFORMED
     if recording():  # a saved tensor that hooks have had is detached in the graph
         return reasons.TRACED
+    return reasons.HOOKS_AROUND if _others_hooks() else None
+
+
+def _others_hooks() -> bool:
+    """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    ours = top is None or top[1] in (unpack, getattr(NODES, "record_unpack", unpack))
-    return None if ours else reasons.HOOKS_AROUND
+    return top is not None and top[1] not in (unpack, getattr(NODES, "record_unpack", unpack))
