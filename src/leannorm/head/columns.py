@@ -22,6 +22,7 @@ from torch.autograd import Function
 from leannorm.head.formula import Formula, Product, Slot, evaluate, flat, unflat, without_autocast
 
 _ELEMENTS, _ON_DEVICE = 1 << 23, 1 << 27  # of a block
+_PART = 1 << 18  # elements of its rows that are taken together on a CPU
 _FEWEST = 256  # columns: a product of fewer is slow
 
 
@@ -99,29 +100,19 @@ class _Columns(Function):
     @staticmethod
     def forward(ctx: Any, wanted: Wanted, index: Any, weights: Any, *tensors: Any) -> Any:
         products = unflat(tensors, wanted.dtypes)
-        n, width, device = len(products[0].rows), len(products[0].weight), products[0].rows.device.type
-        parts, means = list[Tensor](), list[Tensor]()
-        picked: Tensor | None = None
-        total: Tensor | None = None
-        for a, b in blocks(n, width, device):
-            y = precise(evaluate(wanted.formula, [p.columns(a, b) for p in products]))
-            if index is not None:
-                at, here = _within(index, a, b)
-                some = y.gather(1, at).where(here, 0)
-                picked = some if picked is None else picked.add_(some)
-            if weights is not None:
-                some = y @ weights[a:b].to(y.dtype)
-                total = some if total is None else total.add_(some)
-            if wanted.lse:
-                parts.append(torch.logsumexp(y, 1))
-            if wanted.mean:
-                p = (y - parts[-1].unsqueeze(1)).exp_()
-                means.append(p.mul_(y).sum(1))
-        lse = torch.logsumexp(torch.stack(parts), 0) if parts else None
-        mean: Tensor | None = None
-        for part, some in zip(parts, means, strict=False):
-            weighted = (part - lse).exp_() * some
-            mean = weighted if mean is None else mean.add_(weighted)
+        n, width = len(products[0].rows), len(products[0].weight)
+        parts = [
+            _forward(wanted, [p.columns(a, b) for p in products], index, weights, a, b)
+            for a, b in blocks(n, width, products[0].rows.device.type)
+        ]
+        lses, picks, means, totals = zip(*parts, strict=True)
+        lse = torch.logsumexp(torch.stack(lses), 0) if wanted.lse else None
+        mean = None
+        if wanted.mean:
+            shares = (torch.stack(lses) - lse).exp_()
+            mean = shares.mul_(torch.stack(means)).sum(0)
+        picked = None if index is None else sum(picks)
+        total = None if weights is None else sum(totals)
         ctx.wanted = wanted
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(index, weights, lse, mean, *tensors)
@@ -141,20 +132,57 @@ class _Columns(Function):
         return None, None, None, *made
 
 
+def _parts(values: list[Tensor]) -> Iterator[slice]:
+    """Rows of a block, so few that what is made of them stays in a CPU's cache."""
+    n, width = values[0].shape
+    step = max(_PART // width, 1) if values[0].device.type == "cpu" else n
+    return (slice(start, start + step) for start in range(0, n, step))
+
+
+def _forward(
+    wanted: Wanted, values: list[Tensor], index: Any, weights: Any, a: int, b: int
+) -> tuple[Tensor | None, ...]:
+    """What a block of columns adds: to lse, the picked ones, mean and total."""
+    found = list[tuple[Tensor | None, ...]]()
+    for part in _parts(values):
+        y = precise(evaluate(wanted.formula, [v[part] for v in values]))
+        lse = picked = mean = total = None
+        if index is not None:
+            at, here = _within(index[part], a, b)
+            picked = y.gather(1, at).where(here, 0)
+        if weights is not None:
+            total = y @ weights[a:b].to(y.dtype)
+        if wanted.lse:
+            top = y.amax(1, keepdim=True)
+            top = top.where(top.abs() != torch.inf, 0)
+            e = (y - top).exp_()
+            sums = e.sum(1)
+            lse = sums.log() + top.squeeze(1)
+            if wanted.mean:
+                mean = e.mul_(y).sum(1) / sums
+        found.append((lse, picked, mean, total))
+    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))  # type: ignore[arg-type]
+
+
 def _gradients(
     wanted: Wanted, products: list[Product], needed: Any, kept: Any, grads: Any
 ) -> list[Tensor | None]:
     """Those of rows, weights and biases, by blocks of columns."""
     n, width, device = len(products[0].rows), len(products[0].weight), products[0].rows.device.type
-    made = [
-        None if not need else torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
-        if i % 3 == 0 else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for i, (t, need) in enumerate(zip(flat(products), needed, strict=True))
-    ]  # fmt: skip
+    tensors = flat(products)
+    made: list[Tensor | None] = [None] * len(tensors)
+    for i, (t, need) in enumerate(zip(tensors, needed, strict=True)):
+        if need and t is not None:
+            made[i] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            if i % 3 == 0:  # added up, in float32 or float64
+                made[i] = torch.zeros(
+                    t.shape, dtype=torch.promote_types(t.dtype, torch.float32), device=t.device
+                )
     for a, b in blocks(n, width, device):
         values = [p.columns(a, b) for p in products]
-        for k, dz in enumerate(_block(wanted.formula, values, a, b, kept, grads)):
-            product = products[k]
+        for part in _parts(values):
+            _differentiate(wanted.formula, [v[part] for v in values], part, a, b, kept, grads)
+        for k, (product, dz) in enumerate(zip(products, values, strict=True)):
             rows, weight, bias = made[3 * k : 3 * k + 3]
             if rows is not None:
                 columns = product.weight[a:b].to(product.dtype)
@@ -169,43 +197,42 @@ def _gradients(
                     weight[a:b] = dz.t() @ product.rows
             if bias is not None:
                 bias[a:b] = dz.sum(0)
-    tensors = flat(products)
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(made, tensors, strict=True)]
 
 
-def _block(
-    formula: Formula, values: list[Tensor], a: int, b: int, kept: Any, grads: Any
-) -> list[Tensor]:
-    """The gradients of some columns of each product."""
-    leaves = [v.detach().requires_grad_() for v in values] if type(formula) is not Slot else values
-    with torch.set_grad_enabled(type(formula) is not Slot):
+def _differentiate(
+    formula: Formula, values: list[Tensor], part: slice, a: int, b: int, kept: Any, grads: Any
+) -> None:
+    """Write the gradients of some rows and columns of each product over their values."""
+    plain = type(formula) is Slot
+    leaves = values if plain else [v.detach().clone().requires_grad_() for v in values]
+    with torch.set_grad_enabled(not plain):
         y = precise(evaluate(formula, leaves))
-    dy = _of_logits(y.detach(), a, b, kept, grads)
-    if y is leaves[0]:
-        return [dy]
-    if type(formula) is Slot:
-        return [dy.to(values[0].dtype)]
-    made: Any = torch.autograd.grad(y, leaves, dy)
-    return list(made)
+    dy = _of_logits(y.detach(), part, a, b, kept, grads)
+    made: Any = [dy] if plain else torch.autograd.grad(y, leaves, dy)
+    for value, dz in zip(values, made, strict=True):
+        if value.data_ptr() != dz.data_ptr():
+            value.copy_(dz)
 
 
-def _of_logits(y: Tensor, a: int, b: int, kept: Any, grads: Any) -> Tensor:
-    """dy of these columns."""
+def _of_logits(y: Tensor, part: slice, a: int, b: int, kept: Any, grads: Any) -> Tensor:
+    """dy of these rows and columns."""
     index, weights, lse, mean = kept
-    of_lse, of_picked, of_mean, of_total = grads
-    if of_lse is not None or of_mean is not None:
-        dy = (y - lse.unsqueeze(1)).exp_()
-        factor = 0 if of_lse is None else of_lse.unsqueeze(1)
-        if of_mean is not None:
-            factor = factor + of_mean.unsqueeze(1) * (1 - mean.unsqueeze(1)) + of_mean.unsqueeze(1) * y
-        dy.mul_(factor)
-    else:
+    of_lse, of_picked, of_mean, of_total = (None if g is None else g[part].to(y.dtype) for g in grads)
+    if of_lse is None and of_mean is None:
         dy = torch.zeros_like(y)
+    else:
+        dy = (y - lse[part].unsqueeze(1)).exp_()
+        if of_mean is None:
+            dy.mul_(of_lse.unsqueeze(1))  # type: ignore[union-attr]
+        else:
+            least = of_mean * (1 - mean[part]) + (0 if of_lse is None else of_lse)
+            dy.mul_(torch.addcmul(least.unsqueeze(1), y, of_mean.unsqueeze(1)))
     if of_picked is not None:
-        at, here = _within(index, a, b)
-        dy.scatter_add_(1, at, of_picked.to(y.dtype).where(here, 0))
+        at, here = _within(index[part], a, b)
+        dy.scatter_add_(1, at, of_picked.where(here, 0))
     if of_total is not None:
-        dy.addr_(of_total.to(y.dtype), weights[a:b].to(y.dtype))
+        dy.addr_(of_total, weights[a:b].to(y.dtype))
     return dy
 
 

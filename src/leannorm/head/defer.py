@@ -56,17 +56,27 @@ class Heads(TorchFunctionMode):
         for mode in reversed(above):
             torch._C._push_on_torch_function_stack(mode)
 
-    def _deferred(self, func: Any, input: Any = None, weight: Any = None, bias: Any = None, **more: Any) -> Any:  # noqa: A002  (torch's names)
+    def _deferred(
+        self, func: Any, input: Any = None, weight: Any = None, bias: Any = None, **more: Any
+    ) -> Any:  # noqa: A002  (torch's names)
         if func in _PRODUCTS:
             weight = more.pop("other", weight)
             if not isinstance(weight, Tensor) or weight.dim() != 2:
                 return None
         if more or not (isinstance(input, Tensor) and isinstance(weight, Tensor)):
             return None
-        outputs, inputs = weight.shape if func is F.linear and weight.dim() == 2 else (*weight.shape[::-1], 0)[:2]
+        outputs, inputs = (
+            weight.shape if func is F.linear and weight.dim() == 2 else (*weight.shape[::-1], 0)[:2]
+        )
         if outputs <= _FACTOR * inputs or outputs < _LEAST:
             return None
-        if (outputs, inputs) in self.told.unfit or input.dim() < 2 or input.shape[-1] != inputs or not input.numel() or not self._fits(input, weight, bias):
+        if (
+            (outputs, inputs) in self.told.unfit
+            or input.dim() < 2
+            or input.shape[-1] != inputs
+            or not input.numel()
+            or not self._fits(input, weight, bias)
+        ):
             return None
         return self._logits(func, input, weight, bias)
 

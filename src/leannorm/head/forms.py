@@ -97,7 +97,12 @@ def _rows(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     of_weight = func is Tensor.detach or func is torch.detach
     if isinstance(likes, Tensor):
-        if likes.shape == x.shape and likes.stride() == x.stride() and not of_weight and _name(func) != "clone":
+        if (
+            likes.shape == x.shape
+            and likes.stride() == x.stride()
+            and not of_weight
+            and _name(func) != "clone"
+        ):
             return x
         made = _one(x, likes, found, func, args, kwargs, of_weight)
         return NotImplemented if made is None else made
@@ -106,7 +111,9 @@ def _rows(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     fits = all(like.shape == (*f[i].shape[:-1], width) for f in found for i, like in enumerate(likes))
     if not fits:
         return NotImplemented
-    parts = [_one(x, like, [f[i] for f in found], part(func, i), args, kwargs) for i, like in enumerate(likes)]
+    parts = [
+        _one(x, like, [f[i] for f in found], part(func, i), args, kwargs) for i, like in enumerate(likes)
+    ]
     return tuple(parts)
 
 
@@ -194,10 +201,19 @@ def _cast(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return x
     if x.kind != "logits":
         return NotImplemented
-    return derived(x, shape_of(x).to(made.dtype), func, args, kwargs, formula=Call(Tensor.to, (x.formula, made.dtype), {}))
+    return derived(
+        x,
+        shape_of(x).to(made.dtype),
+        func,
+        args,
+        kwargs,
+        formula=Call(Tensor.to, (x.formula, made.dtype), {}),
+    )
 
 
-_SCALES = "mul multiply div divide true_divide add sub subtract neg tanh clamp __add__ __radd__ __mul__ __rmul__"
+_SCALES = (
+    "mul multiply div divide true_divide add sub subtract neg tanh clamp __add__ __radd__ __mul__ __rmul__"
+)
 _SCALES += " __sub__ __truediv__ __neg__ __rsub__"
 
 
@@ -248,7 +264,9 @@ def _sum(func: Any, x: Any, other: Logits, kwargs: Any) -> Any:
 def _of_number(func: Any, number: Any, x: Logits) -> Any:
     if isinstance(number, Tensor):
         number = number.detach().clone()
-    probe = func(number, torch.empty(1, dtype=x.dtype, device=x.device)) if isinstance(number, Tensor) else None
+    probe = (
+        func(number, torch.empty(1, dtype=x.dtype, device=x.device)) if isinstance(number, Tensor) else None
+    )
     if probe is None:
         return NotImplemented
     formula = Call(func, (number, x.formula), {})
@@ -264,7 +282,9 @@ _PRODUCTS = {*both("mul", "multiply", "__mul__")}
 
 def _weighted(func: Any, x: Logits, other: Logits) -> Any:
     """Softmax times logits, or times its own logarithm, of which a sum over the vocabulary is read."""
-    if func not in _PRODUCTS or x.formula is not other.formula or x.products is not other.products:
+    if func not in _PRODUCTS or x.formula is not other.formula or len(x.products) != len(other.products):
+        return NotImplemented
+    if any(p is not q for p, q in zip(x.products, other.products, strict=True)):
         return NotImplemented
     if x.axis != other.axis or x.dtype != other.dtype:
         return NotImplemented

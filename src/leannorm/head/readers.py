@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm.head.columns import Rows, argmax, precise, rows_of
-from leannorm.head.formula import Call, Product, Slot, evaluate, without_autocast
+from leannorm.head.formula import Call, Product, evaluate, without_autocast
 from leannorm.head.forms import both, derived, is_last, is_open, reads, shape_of
 from leannorm.head.logits import Logits
 
@@ -22,6 +22,17 @@ def _products(x: Logits) -> list[Product]:
 
 def _rows(x: Logits, **wanted: Any) -> Rows:
     return rows_of(x.formula, _products(x), **wanted)
+
+
+_FEW = 0.9
+
+
+def _read(valid: Tensor) -> Tensor | None:
+    """The rows that a loss reads, where a CPU may leave out those of a prompt or of padding; None for all."""
+    if valid.device.type != "cpu":
+        return None  # to know their number, it would wait
+    rows = valid.nonzero().squeeze(1)
+    return rows if 0 < len(rows) < _FEW * len(valid) else None
 
 
 def _lead(x: Logits) -> tuple[int, ...]:
@@ -114,11 +125,15 @@ def _loss(
 def _of_classes(
     x: Logits, target: Tensor, weight: Tensor | None, ignore: int, reduction: str, smoothing: float
 ) -> Tensor:
-    valid = target != ignore
+    valid, products = target != ignore, _products(x)
+    rows, count = _read(valid), len(valid)
+    if rows is not None:
+        target, valid = target[rows], valid[rows]
+        products = [p.with_rows(lambda t: t.index_select(0, rows)) for p in products]
     at = target.where(valid, 0)
     width = x.shape[x.axis]
     weights = weight if weight is not None else torch.ones(width, device=x.device) if smoothing else None
-    found = _rows(x, index=at.unsqueeze(1), weights=weights if smoothing else None)
+    found = rows_of(x.formula, products, index=at.unsqueeze(1), weights=weights if smoothing else None)
     lse, picked = found.lse, found.picked
     assert lse is not None
     assert picked is not None
@@ -133,7 +148,7 @@ def _of_classes(
         smooth = (lse * weights.to(lse.dtype).sum() - found.total).where(valid, 0)
         losses = (1 - smoothing) * losses + smoothing / width * smooth
     if reduction == "none":
-        return losses
+        return losses if rows is None else losses.new_zeros(count).index_copy(0, rows, losses)
     return losses.sum() if reduction == "sum" else losses.sum() / factor.sum()
 
 
@@ -188,7 +203,9 @@ def _sum(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any)
 
 @reads(*both("gather", "take_along_dim"))
 def _gather(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(("dim", "index") if "gather" in func.__name__ else ("indices", "dim"), args, strict=False))
+    given = dict(
+        zip(("dim", "index") if "gather" in func.__name__ else ("indices", "dim"), args, strict=False)
+    )
     given |= kwargs
     dim, index = given.get("dim"), given.get("index", given.get("indices"))
     if not is_open(x, "logits", "log_softmax") or not is_last(x) or not _is_axis(x, dim):
@@ -228,6 +245,3 @@ def _argmax(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: A
         return NotImplemented
     at = argmax(x.formula, _products(x)).reshape(_lead(x))
     return at.unsqueeze(-1) if keepdim else at
-
-
-_ = Slot
