@@ -131,7 +131,7 @@ READERS = {
     "classes in the middle": lambda y: F.cross_entropy(y.transpose(1, 2), tokens()),
     "classes in the middle, none": lambda y: F.cross_entropy(y.permute(0, 2, 1), tokens(), reduction="none"),
     "nll_loss": lambda y: F.nll_loss(F.log_softmax(y, -1).view(-1, V), tokens().view(-1)),
-    "nll_loss, a criterion": lambda y: nn.NLLLoss(CLASS_WEIGHTS)(y.view(-1, V).log_softmax(1), tokens().view(-1)),
+    "a criterion of log-softmax": lambda y: nn.NLLLoss(CLASS_WEIGHTS)(y[0].log_softmax(1), tokens()[0]),
     "classes in the middle, nll_loss": lambda y: F.nll_loss(y.log_softmax(-1).transpose(1, 2), tokens()),
     "shifted": shifted,
     "logsumexp": lambda y: torch.logsumexp(y, -1),
@@ -153,7 +153,7 @@ READERS = {
     "the last tokens": lambda y: F.cross_entropy(y[:, -2:].flatten(0, 1), tokens(False)[:, -2:].flatten()),
     "one row": lambda y: F.cross_entropy(y[0, -1], tokens(False)[0, -1]),
     "cast down": lambda y: classes()(y.to(torch.float32)),
-    "halves": lambda y: sum(classes_of(part, at) for part, at in zip(y.split(2), tokens().split(2), strict=True)),
+    "halves": lambda y: sum(map(classes_of, y.split(2), tokens().split(2))),
 }  # fmt: skip
 
 

@@ -3,11 +3,13 @@
     lse[i] = log Σ_j exp(y[i, j])        picked[i, k] = y[i, index[i, k]]
     mean[i] = Σ_j softmax(y)[i, j] · y[i, j]        total[i] = Σ_j weights[j] · y[i, j]
 
-    dy[i, j] = p[i, j] · (dlse[i] + dmean[i] · (1 + y[i, j] − mean[i])) + Σ_k dpicked[i, k] · (index[i, k] = j)
-               + dtotal[i] · weights[j],    p[i, j] = exp(y[i, j] − lse[i])
+    dy[i, j] = p[i, j] · (dlse[i] + dmean[i] · (1 + y[i, j] − mean[i]))
+               + Σ_k dpicked[i, k] · (index[i, k] = j) + dtotal[i] · weights[j],
+    p[i, j] = exp(y[i, j] − lse[i])
 
-The columns of y are made twice, in the forward and in the backward pass. The gradient of a weight's rows is
-one product over all tokens, as in torch; that of the hidden rows is added up over the columns, in float32.
+The columns of y are made twice, in the forward and in the backward pass. The gradient of some rows of a
+weight is one product over all tokens, as in torch; that of the hidden rows is added up over the columns, in
+float32.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def rows_of(
     device = products[0].rows.device.type
     wanted = Wanted(formula, tuple(p.dtype for p in products), lse or mean, mean)
     with without_autocast(device):
-        casted = [p.with_rows(lambda t, p=p: t.to(p.dtype)) for p in products]  # type: ignore[misc]
+        casted = [p.casted() for p in products]
         return Rows(*_Columns.apply(wanted, index, weights, *flat(casted)))
 
 
@@ -79,7 +81,7 @@ def argmax(formula: Formula, products: list[Product]) -> Tensor:
     at: Any = None
     rows, width = products[0].rows.shape[0], products[0].weight.shape[0]
     with torch.no_grad(), without_autocast(products[0].rows.device.type):
-        casted = [p.with_rows(lambda t, p=p: t.to(p.dtype)) for p in products]  # type: ignore[misc]
+        casted = [p.casted() for p in products]
         for a, b in blocks(rows, width, products[0].rows.device.type):
             value, where = evaluate(formula, [p.columns(a, b) for p in casted]).max(1)
             if best is None:
@@ -106,9 +108,12 @@ class _Columns(Function):
             for a, b in blocks(n, width, products[0].rows.device.type)
         ]
         lses, picks, means, totals = zip(*parts, strict=True)
-        lse = torch.logsumexp(torch.stack(lses), 0) if wanted.lse else None
-        mean = None
+        lse: Tensor | None = None
+        mean: Tensor | None = None
+        if wanted.lse:
+            lse = torch.logsumexp(torch.stack(lses), 0)
         if wanted.mean:
+            assert lse is not None
             shares = (torch.stack(lses) - lse).exp_()
             mean = shares.mul_(torch.stack(means)).sum(0)
         picked = None if index is None else sum(picks)
@@ -161,7 +166,7 @@ def _forward(
             if wanted.mean:
                 mean = e.mul_(y).sum(1) / sums
         found.append((lse, picked, mean, total))
-    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))  # type: ignore[arg-type]
+    return tuple(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True))
 
 
 def _gradients(

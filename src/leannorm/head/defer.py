@@ -20,18 +20,18 @@ _FACTOR = 3  # outputs of an input: those of a query, a key and a value together
 _LEAST = 256  # outputs
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _LINEAR = {F.linear, *_PRODUCTS}
-SHARDED = (
-    "the head's weight is sharded or of a subclass of tensors ({kind}), of which lean(head=True) knows no rows:"
-    " its logits are made as without it"
+SUBCLASS = (
+    "head=True: a weight of {width} rows is a {kind}, sharded or of another subclass of tensors, whose rows are"
+    " not read: its logits are computed as without it"
 )
 
 
 class Heads(TorchFunctionMode):
-    """Within it, and in its thread, a head gives `Logits`. `foreign()`: have others set hooks for what is saved?"""
+    """Within it, and in its thread, a head gives `Logits`. `refusal()`: why it may not now, or None."""
 
-    def __init__(self, told: Told, foreign: Callable[[], bool]) -> None:
+    def __init__(self, told: Told, refusal: Callable[[], str | None]) -> None:
         super().__init__()
-        self.told, self._foreign = told, foreign
+        self.told, self._refusal = told, refusal
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +58,7 @@ class Heads(TorchFunctionMode):
 
     def _deferred(
         self, func: Any, input: Any = None, weight: Any = None, bias: Any = None, **more: Any
-    ) -> Any:  # noqa: A002  (torch's names)
+    ) -> Any:
         if func in _PRODUCTS:
             weight = more.pop("other", weight)
             if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -85,11 +85,17 @@ class Heads(TorchFunctionMode):
         unlike = next((t for t in given if type(t) not in (Tensor, nn.Parameter)), None)
         if unlike is not None:
             if not isinstance(unlike, Logits):
-                self.told.note(max(weight.shape), SHARDED.format(kind=type(unlike).__name__))
+                self.told.note(
+                    max(weight.shape), SUBCLASS.format(width=max(weight.shape), kind=type(unlike).__name__)
+                )
             return False
         if not any(t.requires_grad for t in given) or traced() or exporting() or recording():
             return False
-        if torch._C._len_torch_dispatch_stack() or transformed(*given) or self._foreign():
+        if torch._C._len_torch_dispatch_stack() or transformed(*given):
+            return False
+        refused = self._refusal()
+        if refused is not None:
+            self.told.note(max(weight.shape), refused)
             return False
         device = rows.device
         if device.type not in ("cpu", "cuda") or torch.is_inference_mode_enabled():

@@ -42,6 +42,9 @@ class Product(NamedTuple):
     def with_rows(self, function: Callable[[Tensor], Tensor]) -> Product:
         return self._replace(rows=function(self.rows))
 
+    def casted(self) -> Product:
+        return self._replace(rows=self.rows.to(self.dtype))
+
     def columns(self, start: int, stop: int) -> Tensor:
         """Some columns of it."""
         weight = self.weight[start:stop].to(self.dtype)

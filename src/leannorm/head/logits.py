@@ -1,8 +1,8 @@
 """`Logits`: a tensor that is not computed until something asks for its values.
 
 Functions that `READERS` lists take from it what they need, and give tensors or other `Logits`. Every other
-function gets the tensor: it is made once, by the calls of the program in their order, and from there on all is
-plain torch. What goes past torch's functions (an autograd function of the program, an operator in C++)
+function gets the tensor: it is made once, by the calls of the program in their order, and from there on all
+is plain torch. What goes past torch's functions (an autograd function of the program, an operator in C++)
 gets the values below autograd, and its gradient goes through `_Deferred`.
 """
 
@@ -26,8 +26,8 @@ READERS: dict[Any, Callable[..., Any]] = {}
 
 _SHOWN = (
     "shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse"
-    " is_sparse_csr is_quantized is_nested is_mkldnn itemsize nbytes names is_complex is_floating_point size dim"
-    " ndimension numel nelement element_size get_device is_contiguous stride is_signed __len__ __hash__"
+    " is_sparse_csr is_quantized is_nested is_mkldnn itemsize nbytes names is_complex is_floating_point size"
+    " dim ndimension numel nelement element_size get_device is_contiguous stride is_signed __len__ __hash__"
     " storage_offset is_inference is_conj is_neg is_shared"
 )
 _METADATA = set[Any]()
@@ -39,7 +39,7 @@ _asis = torch._C.DisableTorchFunctionSubclass
 
 
 class Logits(Tensor):
-    """`kind` says of what of the formula: "logits", "log_softmax", "softmax", or softmax times one of them."""
+    """`kind` says what of the formula it is: "logits", "log_softmax", "softmax", or a product of two."""
 
     formula: Formula
     products: list[Product]
@@ -91,7 +91,14 @@ class Logits(Tensor):
         return len(self.products[0].weight)
 
     def check(self) -> None:
-        """Raises where what it is to be computed from was edited since."""
+        """Raises where what it is to be computed from was edited or freed since."""
+        for p in self.products:
+            if p.weight.numel() and not p.weight.untyped_storage().nbytes():
+                raise InputError(
+                    "lean(head=True): these logits are computed when they are first read, and the memory of"
+                    f" their layer's weight {tuple(p.weight.shape)} was freed by then (by sharding?); read"
+                    " them within the forward pass, or leave head=True out"
+                )
         now = [t._version for t in flat(self.products) if t is not None]
         edited = next((i for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b), None)
         if edited is not None:
@@ -139,7 +146,9 @@ class Logits(Tensor):
         return func(*_plain(args, name), **_plain(kwargs, name))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default and not args[0].computed:
             return args[0]._alias()
@@ -148,8 +157,9 @@ class Logits(Tensor):
                 _make_all(logits._family, str(func))
             elif logits._made is not None and logits._made._version != logits._made_version:
                 raise InputError(
-                    f"lean(head=True): logits that were edited in place reached {func} past torch's functions,"
-                    " which computes their gradient without the edit; give it a copy, or leave head=True out"
+                    f"lean(head=True): logits that were edited in place reached {func} past torch's"
+                    " functions, and their gradient would be that without the edit; give it a copy, or leave"
+                    " head=True out"
                 )
         name = f"{func}, past torch's functions"
         return func(*_values(args, name), **_values(kwargs, name))
@@ -180,7 +190,7 @@ class _Deferred(Function):
         ctx.axis = axis
         ctx.save_for_backward(*tensors)
         with _asis():
-            return Tensor._make_wrapper_subclass(  # type: ignore[no-any-return]
+            return Tensor._make_wrapper_subclass(
                 Logits, like.shape, strides=like.stride(), dtype=like.dtype, device=products[0].rows.device
             )
 
@@ -192,7 +202,7 @@ class _Deferred(Function):
             for t, need in zip(ctx.saved_tensors, needed, strict=True)
         ]
         with torch.enable_grad(), without_autocast(grad.device.type):
-            products = [p.with_rows(lambda t, p=p: t.to(p.dtype)) for p in unflat(tensors, ctx.dtypes)]  # type: ignore[misc]
+            products = [p.casted() for p in unflat(tensors, ctx.dtypes)]
             y = KINDS[ctx.kind](evaluate(ctx.formula, [p.columns(0, len(p.weight)) for p in products]))
             y = y.movedim(-1, ctx.axis)
             inputs = [t for t, need in zip(tensors, needed, strict=True) if need]

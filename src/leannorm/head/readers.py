@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm.head.columns import Rows, argmax, precise, rows_of
-from leannorm.head.formula import Call, Product, evaluate, without_autocast
 from leannorm.head.forms import both, derived, is_last, is_open, reads, shape_of
+from leannorm.head.formula import Call, Product, evaluate, without_autocast
 from leannorm.head.logits import Logits
 
 
 def _products(x: Logits) -> list[Product]:
     """With rows (N, H)."""
     x.check()
+    x.told.read.add(x.width())
     return [p.with_rows(lambda t: t.reshape(-1, t.shape[-1])) for p in x.products]
 
 
@@ -75,7 +76,7 @@ def _fit_classes(x: Logits, target: Any, weight: Any, ignore_index: int) -> bool
 @reads(F.cross_entropy)
 def _cross_entropy(
     func: Any,
-    input: Any,  # noqa: A002  (torch's name)
+    input: Any,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -92,7 +93,7 @@ def _cross_entropy(
 @reads(F.nll_loss, torch.nll_loss if hasattr(torch, "nll_loss") else None)
 def _nll_loss(
     func: Any,
-    input: Any,  # noqa: A002
+    input: Any,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -196,6 +197,7 @@ def _sum(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any)
         return NotImplemented
     found = _rows(x, mean=True)
     assert found.mean is not None
+    assert found.lse is not None
     made = found.mean if x.kind == "softmax·logits" else found.mean - found.lse
     made = made.to(x.dtype).reshape(_lead(x))
     return made.unsqueeze(-1) if keepdim else made

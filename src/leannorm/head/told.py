@@ -9,17 +9,18 @@ _MAX_PLACES = 4096
 
 
 class Told:
-    """Which layers gave logits, and what made some of them be computed. `place`: of the program, which opens passes
-    of one network one after the other.
+    """Which layers gave logits, and what made some of them be computed. `place`: of the program, which opens
+    passes of one network there.
 
-    A layer that is not the widest of its pass and whose logits were computed is no head, but the first of an
-    MLP: nothing is said of it, and later passes at this place leave it alone.
+    Heads are the layers whose logits a loss has read; if there is none, the widest. Another one whose logits
+    were computed is the first of an MLP: nothing is said of it, and later passes here leave it alone.
     """
 
     def __init__(self, place: Hashable) -> None:
         self._place = place
         self._computed = dict[tuple[int, str], None]()
         self.deferred = set[tuple[int, int]]()  # as (outputs, inputs)
+        self.read = set[int]()  # their outputs, where a loss has read them
 
     @property
     def unfit(self) -> set[tuple[int, int]]:
@@ -31,25 +32,25 @@ class Told:
 
     def close(self) -> None:
         """The pass has ended: remember the layers that were no heads."""
-        computed = {width for width, _ in self._computed if width < self._widest()}
+        computed = {width for width, _ in self._computed} - self._heads()
         found = {layer for layer in self.deferred if layer[0] in computed}
         if found:
             if len(_UNFIT) >= _MAX_PLACES:
                 _UNFIT.clear()
             _UNFIT[self._place] = self.unfit | found
 
-    def _widest(self) -> int:
+    def _heads(self) -> set[int]:
         widths = [outputs for outputs, _ in self.deferred] + [width for width, _ in self._computed]
-        return max(widths, default=0)
+        return self.read or {max(widths, default=0)}
 
     def reasons(self) -> list[str]:
         """Why the head's logits were computed, if they were."""
-        widest = self._widest()
-        return [reason for width, reason in self._computed if width == widest]
+        heads = self._heads()
+        return [reason for width, reason in self._computed if width in heads]
 
 
 def computed_for(reader: str, width: int) -> str:
     return (
-        f"head=True: logits of {width} columns were computed, once, since {reader} needs them as a tensor; what"
-        " follows of it is plain torch"
+        f"head=True: logits of {width} columns were computed, once, since {reader} needs them as a tensor;"
+        " what follows of it is plain torch"
     )

@@ -63,10 +63,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         held: other saved-tensor hooks for the tensors that must be held, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
-        head: compute the logits of a language model in parts, within its loss: a linear layer whose outputs
-            are over three times its inputs gives a tensor that is not computed, which losses, log-probabilities
-            and entropies read some columns at a time. What else reads it gets the tensor, computed once, and
-            `reasons` says what that was. Gradients are then not bit-equal.
+        head: logits of language models never exist. A linear layer with over three times as many outputs as
+            inputs gives a tensor that is not computed; losses, log-probabilities and entropies read some
+            columns at a time, and what else reads it gets the tensor, computed once (`reasons` says for
+            what). Gradients are then not bit-equal to plain torch's.
         verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 

@@ -25,6 +25,7 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded import RecordedPass, serves
 from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
+from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
 
@@ -94,7 +95,7 @@ class ForwardPass:
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
         if self._settings.head:
             self.told = Told(self._line)
-            heads = Heads(self.told, _others_hooks)
+            heads = Heads(self.told, _no_head)
             heads.open()
             self._stack.callback(heads.close)
 
@@ -231,6 +232,13 @@ def _refusal() -> str | None:
     if recording():  # a saved tensor that hooks have had is detached in the graph
         return reasons.TRACED
     return reasons.HOOKS_AROUND if _others_hooks() else None
+
+
+def _no_head() -> str | None:
+    """Why logits may not wait until they are read."""
+    if _others_hooks():
+        return reasons.HEAD_IN_HOOKS
+    return reasons.HEAD_OF_UNITS if Units().exist else None
 
 
 def _others_hooks() -> bool:

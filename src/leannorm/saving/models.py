@@ -174,8 +174,8 @@ def make_lean(
         model: any model; it is changed in place.
         recompute, budget, overhead, peak, held, verify, head: as in `lean`: what is rebuilt, the share of
             stock's bytes to keep, the share of stock's step time to spend, the peak of a step, the hooks for
-            what must be held, a check, and logits that are not computed. What the loss allocates outside of the model's forward pass is not
-            known to a peak.
+            what must be held, a check, and logits that are not computed. What the loss allocates outside of
+            the model's forward pass is not known to a peak.
 
     Raises: `InputError` as `lean` does; the model is unchanged then.
 

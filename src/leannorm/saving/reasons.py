@@ -70,6 +70,14 @@ SUBCLASSES = (
     "tensors of a subclass were saved (such as jagged tensors): they are held, as lean() rebuilds plain"
     " tensors and DTensors alone; checkpoint the blocks that hold most of them"
 )
+HEAD_IN_HOOKS = (
+    "head=True: logits were computed as without it, since a checkpoint or other saved-tensor hooks are around"
+    " the layer, which may run it again outside of lean()"
+)
+HEAD_OF_UNITS = (
+    "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which free"
+    " a layer's weight before its logits are read"
+)
 # Why an operation's output is held, as records say it
 NO_RECIPE = "lean() has no recipe for it"
 NOT_REPEATED = "this setting does not repeat it"
