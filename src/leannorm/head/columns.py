@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from leannorm.head.formula import Formula, Product, Slot, evaluate, flat, unflat, without_autocast
 
-_ELEMENTS, _ON_DEVICE = 1 << 23, 1 << 27  # of a block
+_ELEMENTS, _ON_DEVICE = 1 << 22, 1 << 27  # of a block
 _PART = 1 << 18  # elements of its rows that are taken together on a CPU
 _FEWEST = 256  # columns: a product of fewer is slow
 
