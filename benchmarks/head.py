@@ -8,7 +8,7 @@
 `F.linear_cross_entropy`. `models`: small language models, with their loss. Both tell the peak of a step above
 its start and its time, of plain torch's: the median of CPU seconds over turns, on one thread, as a machine is
 rarely idle. `families`: three steps of small models of transformers in float32; how far losses and gradients
-are from those of float64 at the same weights, beside plain torch's distance, and what made logits be computed.
+are from those of float64 at the same weights, beside plain torch's distance, and what made logits exist.
 """
 
 from __future__ import annotations

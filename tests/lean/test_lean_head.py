@@ -113,6 +113,14 @@ def classes(**settings):
     return lambda y: F.cross_entropy(y.view(-1, V), tokens().view(-1), **settings)
 
 
+def grpo(logits):
+    """TRL's, with a temperature; its entropies are read without gradients."""
+    logits = logits[:, :-1, :][:, -4:, :] / 0.9
+    with torch.no_grad():
+        scale = entropy(logits)
+    return selective(logits, tokens(False)[:, -4:]) * scale
+
+
 CLASS_WEIGHTS = torch.rand(V, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 READERS = {
     "cross_entropy": classes(),
@@ -143,6 +151,7 @@ READERS = {
     "entropy of products": entropy_of_products,
     "entropy and a loss": lambda y: entropy(y).mean() + classes()(y),
     "dpo": dpo,
+    "grpo": grpo,
     "soft cap": lambda y: classes()(capped(y)),
     "soft cap, entropy": lambda y: entropy_of_products(capped(y)),
     "scaled": lambda y: classes()(y * 0.3),
