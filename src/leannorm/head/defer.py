@@ -21,8 +21,8 @@ _LEAST = 256  # outputs
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _LINEAR = {F.linear, *_PRODUCTS}
 SUBCLASS = (
-    "head=True: a weight of {width} rows is a {kind}, sharded or of another subclass of tensors, whose rows are"
-    " not read: its logits are computed as without it"
+    "head=True: a weight of {width} rows is a {kind}, sharded or of another subclass of tensors, whose rows"
+    " are not read: its logits are computed as without it"
 )
 
 

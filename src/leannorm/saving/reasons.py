@@ -75,8 +75,8 @@ HEAD_IN_HOOKS = (
     " the layer, which may run it again outside of lean()"
 )
 HEAD_OF_UNITS = (
-    "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which free"
-    " a layer's weight before its logits are read"
+    "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
+    " free a layer's weight before its logits are read"
 )
 # Why an operation's output is held, as records say it
 NO_RECIPE = "lean() has no recipe for it"
