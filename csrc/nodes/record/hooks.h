@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../flags.h"
+#include "limit.h"
 #include "recorder.h"
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -61,6 +62,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
   if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
+    if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
@@ -87,7 +89,8 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (leaf) return owned.release().ptr();
-  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
+  if (log.limit) log.limit->saved(log, x.storage_bytes);
+  else if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
   return owned.release().ptr();
   END_HANDLE_TH_ERRORS
@@ -145,7 +148,10 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
     return with_flags()(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
   const at::AutoGradMode mode(false);
-  return THPVariable_Wrap(rebuilt(s));
+  const auto limit = s.log->limit;
+  py::object tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(rebuilt(s)));
+  if (limit) limit->reads(s.log->values[s.value].storage_bytes);
+  return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
@@ -204,6 +210,7 @@ struct Pass {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
     if (--log->passes > 0) return;
+    if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
@@ -227,6 +234,11 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>()).def_property_readonly("beyond", [](const Learned& l) { return l.beyond.load(); });
+  module.def("bytes_in_use", [] {
+    const InUse now = InUse::now();
+    return py::make_tuple(now.allocated, now.free, InUse::read_resident());
+  });
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)
       .def_readonly("dropped", &Saved::dropped)
@@ -239,6 +251,10 @@ inline void add_record(py::module_ module) {
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("seen", &Pass::seen)
+      .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
+        p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
+      })
+      .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
