@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../flags.h"
+#include "freed.h"
 #include "recorder.h"
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -34,6 +35,10 @@ inline void forget_saved(PyObject* self) {
   auto* const s = reinterpret_cast<SavedObject*>(self);
   if (s->log && s->value >= 0) {
     const Log::Lock lock(*s->log);
+    if (const auto leaves = s->log->leaves.find(s->value); leaves != s->log->leaves.end()) {
+      std::erase(leaves->second, &s->tensor);
+      if (leaves->second.empty()) s->log->leaves.erase(leaves);
+    }
     --s->log->values[s->value].saves, --s->log->alive;
     release(*s->log, s->value);
   }
@@ -52,6 +57,14 @@ inline PyObject* new_saved() {
   return s;
 }
 
+// A parameter, or a view of one: it exists without autograd, also where it is frozen.
+inline bool is_parameter(const Tensor& t) {
+  const Tensor base = t.is_view() ? Tensor(t._base()) : t;
+  if (base.is_leaf() && base.requires_grad()) return true;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
+  return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;
+}
+
 // The pack hook.
 inline PyObject* pack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
@@ -66,15 +79,16 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   Log& log = *current;
   const Log::Lock lock(log);
+  ++log.packs, encode_freed(log);
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, log.listed.push_back(v);
+  if (!x.listed) x.listed = true, x.parameter = is_parameter(t), log.listed.push_back(v);
   const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
-  if (leaf) s.tensor = t;
+  if (leaf) s.tensor = t, log.leaves[v].push_back(&s.tensor);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
     if (shows_more && !leaf) s.tensor = alias_of(t);
@@ -82,6 +96,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
+  wait_for(log, v);
   if (leaf) return owned.release().ptr();
   if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
@@ -114,11 +129,11 @@ inline py::object& others() {  // unpacks what small passes have packed
 inline Tensor rebuilt(SavedObject& s) {
   Log& log = *s.log;
   Value& x = log.values[s.value];
-  const bool dropped = x.state == Value::kDropped;
+  const bool dropped = x.state == Value::kDropped, read_back = x.code != nullptr;
   Tensor t;
   if (x.shown.defined()) t = x.shown;
   else {
-    t = x.held.defined() ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
+    t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
     TORCH_CHECK(!dropped || log.values[s.value].sample.matches(Sample::of(t)), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
                 " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
@@ -126,7 +141,7 @@ inline Tensor rebuilt(SavedObject& s) {
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
-  return dropped && read_by_user() ? t.clone() : t;
+  return (dropped || read_back) && read_by_user() ? t.clone() : t;
 }
 
 // The unpack hook; `unpack_now` is called where the flags are the forward pass's.
@@ -168,8 +183,10 @@ struct Pass {
   void close() {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
+    encode_freed(*log, /*all=*/true);
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
+    log->waiting.clear(), log->leaves.clear();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
     if (current == log) current.reset();
   }
@@ -179,10 +196,16 @@ struct Pass {
   py::list rows() const {
     const Log::Lock lock(*log);
     py::list rows;
+    const auto row = [&](const std::string& name, c10::IntArrayRef sizes, at::ScalarType dtype, int64_t bytes, bool dropped, Why why, int saves) {
+      rows.append(py::make_tuple(name, py::cast(sizes.vec()), py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))),
+                                 bytes, dropped, static_cast<int>(why), saves));
+    };
     const auto add = [&](const Value& x) {
-      rows.append(py::make_tuple(x.call < 0 ? std::string() : log->calls[x.call].rule->name, py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())),
-                                 py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(x.made.dtype))), x.storage_bytes,
-                                 x.state == Value::kDropped, static_cast<int>(x.why), x.saves));
+      if (x.parameter && !x.copied) return;
+      const int64_t held = x.code ? static_cast<int64_t>(x.held.nbytes()) : 0;
+      if (x.code) row(x.code->name(), x.held.sizes(), x.held.scalar_type(), held, false, Why::kNone, x.saves);
+      row(x.call < 0 ? std::string() : log->calls[x.call].rule->name, x.made.sizes, x.made.dtype, x.storage_bytes - held,
+          x.code || x.state == Value::kDropped, x.code ? Why::kNone : x.why, x.saves);
     };
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
       if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);

@@ -144,9 +144,19 @@ class Walk {
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
     x.runs = x.sums = x.products = 0;
     if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
-    if (x.storage_bytes > may_hold_) return false;
-    may_hold_ -= x.storage_bytes;
+    const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
+    const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
+    if (bytes > may_hold_) return false;
+    may_hold_ -= bytes, x.narrow = source.has_value();
     return taken.push_back(v), true;
+  }
+  // The dtype that a widening cast was made of.
+  std::optional<at::ScalarType> source_of(int v) const {
+    const Value& x = log_.values[v];
+    const Call& call = log_.calls[x.call];
+    if (call.rule->name != "aten::_to_copy" || call.reads.size() != 1) return {};
+    const at::ScalarType from = log_.geometry_of(call.reads[0]).dtype;
+    return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
   }
   // Are the results held from which the first one follows faster?
   bool by_result(const Call& call, int v) const {
@@ -209,6 +219,24 @@ class Walk {
 
 constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
 
+// Hold it in fewer bytes, if that can be.
+inline bool encode(Log& log, int v) {
+  Value& x = log.values[v];
+  if (!may_be_coded(x, x.held)) return false;
+  const Below below;
+  auto made = coded(x.held);
+  if (!made) return false;
+  x.sample = Sample::of(x.held);
+  x.held = std::move(made->bytes), x.code = std::move(made->code), x.copied = true;
+  return true;
+}
+// It may be in fewer bytes, once nobody else has its memory.
+inline void wait_for(Log& log, int v) {
+  const Value& x = log.values[v];
+  if (!x.held.defined() || x.copied || x.parameter || x.made.numel() < log.policy.smallest || !may_be_coded(x, x.held)) return;
+  log.waiting.push_back({v, log.packs + 1, 1}), log.next_look = std::min(log.next_look, log.packs + 1);
+}
+
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
   std::vector<int> left{v};
@@ -225,6 +253,9 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       x.held = over(c10::Storage(std::move(storage)), x.made);
       if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
+      if (x.call < 0 || x.copied) continue;
+      if (std::exchange(x.narrow, false)) encode(log, one);  // a copy: the cast itself may stay where it is
+      wait_for(log, one);
       continue;
     }
     x.state = Value::kDropped;
@@ -245,7 +276,7 @@ inline void release(Log& log, int v) {
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
-    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {};
+    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {}, x.code = {};
     if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
 }

@@ -1,0 +1,212 @@
+// What is held in fewer bytes: two values as a bit each, integers in the width of their range, floats in a narrower dtype.
+// The values themselves choose, all of them are looked at, and what is read back has their bits, whatever they mean: a
+// NaN's payload, -0.0, denormals.
+#pragma once
+
+#include "log.h"
+
+#include <ATen/ops/aminmax.h>
+
+#include <atomic>
+#include <limits>
+
+namespace leannorm::recording {
+
+struct Code {
+  enum Kind : uint8_t { kBits, kIntegers, kUpperHalves, kCast } kind;
+  uint64_t low = 0, high = 0;  // the two values; of integers: the least, and how many are above it
+  at::ScalarType narrow = at::kByte;
+
+  const char* name() const { return kind == kBits ? "bits of a mask" : kind == kIntegers ? "integers in a narrower dtype" : "source of a cast"; }
+};
+struct Coded {
+  Tensor bytes;
+  std::shared_ptr<const Code> code;
+};
+
+namespace coding {
+
+constexpr int64_t kGrain = 1 << 15, kFirst = 64, kChunk = 1 << 18;  // elements: of a thread; looked at first; cast at once
+
+template <class Run> void for_unsigned(int64_t width, const Run& run) {
+  switch (width) {
+    case 1: return run(uint8_t());
+    case 2: return run(uint16_t());
+    case 4: return run(uint32_t());
+    case 8: return run(uint64_t());
+    default: return;
+  }
+}
+template <class U> U* data(const Tensor& t) { return static_cast<U*>(t.mutable_data_ptr()); }
+template <class U> const U* elements(const Tensor& t) { return static_cast<const U*>(t.const_data_ptr()); }
+
+// The elements in the order of the memory.
+inline Tensor flat(const Tensor& t) { return t.as_strided({t.numel()}, {1}, t.storage_offset()); }
+
+template <class U> std::optional<Coded> bits_of(const Tensor& t) {
+  const int64_t n = t.numel();
+  const U* const p = elements<U>(t);
+  const U low = p[0];
+  const U* const other = std::find_if(p, p + n, [low](U x) { return x != low; });
+  const U high = other == p + n ? low : *other;
+  for (const U* x = other; x < std::min(other + kFirst, p + n); ++x)
+    if (*x != low && *x != high) return {};
+  const Tensor made = at::empty({(n + 7) / 8}, at::kByte);
+  uint8_t* const to = data<uint8_t>(made);
+  std::atomic<bool> fits = true;
+  at::parallel_for(0, made.numel(), kGrain / 8, [&](int64_t begin, int64_t end) {
+    bool all = true;
+    for (int64_t i = begin; i < end; ++i) {
+      const U* const x = p + 8 * i;
+      const int count = static_cast<int>(std::min<int64_t>(8, n - 8 * i));
+      unsigned octet = 0;
+      for (int k = 0; k < count; ++k) octet |= static_cast<unsigned>(x[k] == high) << k, all &= (x[k] == low) | (x[k] == high);
+      to[i] = static_cast<uint8_t>(octet);
+      if (!all) break;
+    }
+    if (!all) fits = false;
+  });
+  if (!fits) return {};
+  return Coded{made, std::make_shared<Code>(Code{Code::kBits, low, high})};
+}
+template <class U> void from_bits(const Code& code, const Tensor& bytes, const Tensor& to) {
+  const U both[2] = {static_cast<U>(code.low), static_cast<U>(code.high)};
+  const uint8_t* const from = elements<uint8_t>(bytes);
+  U* const p = data<U>(to);
+  const int64_t n = to.numel();
+  at::parallel_for(0, bytes.numel(), kGrain / 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const unsigned octet = from[i];
+      const int count = static_cast<int>(std::min<int64_t>(8, n - 8 * i));
+      for (int k = 0; k < count; ++k) p[8 * i + k] = both[octet >> k & 1];
+    }
+  });
+}
+
+// Integers above the least of them.
+template <class U> std::optional<Coded> integers_of(const Tensor& t) {
+  const auto [least, most] = at::aminmax(t);
+  const U low = *elements<U>(least);
+  const U span = static_cast<U>(*elements<U>(most) - low);
+  const int64_t width = span <= 0xFF ? 1 : span <= 0xFFFF ? 2 : span <= 0xFFFFFFFF ? 4 : 8;
+  if (2 * width > static_cast<int64_t>(sizeof(U))) return {};
+  const int64_t n = t.numel();
+  const Tensor made = at::empty({n * width}, at::kByte);
+  const U* const p = elements<U>(t);
+  for_unsigned(width, [&]<class N>(N) {
+    N* const to = data<N>(made);
+    at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) to[i] = static_cast<N>(p[i] - low);
+    });
+  });
+  return Coded{made, std::make_shared<Code>(Code{Code::kIntegers, low, span})};
+}
+template <class U> void from_integers(const Code& code, const Tensor& bytes, const Tensor& to) {
+  const int64_t n = to.numel();
+  const U low = static_cast<U>(code.low);
+  U* const p = data<U>(to);
+  for_unsigned(bytes.numel() / n, [&]<class N>(N) {
+    const N* const from = elements<N>(bytes);
+    at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) p[i] = static_cast<U>(from[i] + low);
+    });
+  });
+}
+
+// bfloat16 is the upper half of a float32's bits; a cast may change those of a NaN, or flush a denormal.
+inline std::optional<Coded> upper_halves_of(const Tensor& t) {
+  const int64_t n = t.numel();
+  const uint32_t* const p = elements<uint32_t>(t);
+  for (int64_t i = 0; i < std::min(n, kFirst); ++i)
+    if (p[i] & 0xFFFF) return {};
+  const Tensor made = at::empty({n}, at::kBFloat16);
+  uint16_t* const to = data<uint16_t>(made);
+  std::atomic<bool> fits = true;
+  at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
+    uint32_t lost = 0;
+    for (int64_t i = begin; i < end; ++i) lost |= p[i], to[i] = static_cast<uint16_t>(p[i] >> 16);
+    if (lost & 0xFFFF) fits = false;
+  });
+  if (!fits) return {};
+  return Coded{made, std::make_shared<Code>(Code{Code::kUpperHalves, 0, 0, at::kBFloat16})};
+}
+inline void from_upper_halves(const Tensor& halves, const Tensor& to) {
+  const uint16_t* const from = elements<uint16_t>(halves);
+  uint32_t* const p = data<uint32_t>(to);
+  at::parallel_for(0, to.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) p[i] = static_cast<uint32_t>(from[i]) << 16;
+  });
+}
+
+// What float32 flushes to zero in some threads, is it among these?
+inline bool has_denormals(const Tensor& doubles) {
+  const double* const p = elements<double>(doubles);
+  return std::any_of(p, p + doubles.numel(), [](double x) { return x != 0 && std::abs(x) < std::numeric_limits<float>::min(); });
+}
+
+inline std::optional<Coded> cast_of(const Tensor& t, at::ScalarType narrow) {
+  const Tensor wide = flat(t);
+  const int64_t n = wide.numel();
+  Tensor made;  // not before the first elements fit
+  for (int64_t begin = 0, size = kFirst; begin < n; begin += size, size = kChunk) {
+    const Tensor part = wide.narrow(0, begin, std::min(size, n - begin)), there = part.to(narrow), back = there.to(wide.scalar_type());
+    if (std::memcmp(part.const_data_ptr(), back.const_data_ptr(), part.nbytes()) != 0) return {};
+    if (part.scalar_type() == at::kDouble && has_denormals(part)) return {};
+    if (!made.defined()) made = at::empty({n}, wide.options().dtype(narrow));
+    made.narrow(0, begin, part.numel()).copy_(there);
+  }
+  return Coded{made, std::make_shared<Code>(Code{Code::kCast, 0, 0, narrow})};
+}
+
+}  // namespace coding
+
+// A widening cast in the dtype before it; none if the bits, cast back, would be others.
+inline std::optional<Coded> in_source(const Tensor& t, at::ScalarType narrow) {
+  if (t.scalar_type() == at::kFloat && narrow == at::kBFloat16) return coding::upper_halves_of(t);
+  return coding::cast_of(t, narrow);
+}
+
+// The tensor in at most half of its bytes, if that can be. It is dense, and all of its memory.
+inline std::optional<Coded> coded(const Tensor& t) {
+  std::optional<Coded> made;
+  coding::for_unsigned(t.element_size(), [&]<class U>(U) { made = coding::bits_of<U>(t); });
+  if (made) return made;
+  switch (t.scalar_type()) {
+    case at::kLong: return coding::integers_of<uint64_t>(t);
+    case at::kInt: return coding::integers_of<uint32_t>(t);
+    case at::kShort: return coding::integers_of<uint16_t>(t);
+    case at::kFloat:
+      made = in_source(t, at::kBFloat16);
+      return made ? made : in_source(t, at::kHalf);
+    case at::kDouble:
+      for (const auto narrow : {at::kBFloat16, at::kHalf, at::kFloat})
+        if ((made = in_source(t, narrow))) return made;
+      return {};
+    default: return {};
+  }
+}
+
+// In new memory, laid out as it was.
+inline Tensor decoded(const Code& code, const Tensor& bytes, const Geometry& made, int64_t storage_bytes) {
+  const Tensor t = over(at::empty({storage_bytes}, at::TensorOptions().dtype(at::kByte).device(made.device)).storage(), made);
+  const auto each = [&](const auto& run) { coding::for_unsigned(t.element_size(), run); };
+  switch (code.kind) {
+    case Code::kBits: each([&]<class U>(U) { coding::from_bits<U>(code, bytes, t); }); break;
+    case Code::kIntegers: each([&]<class U>(U) { coding::from_integers<U>(code, bytes, t); }); break;
+    case Code::kUpperHalves: coding::from_upper_halves(bytes, t); break;
+    case Code::kCast: coding::flat(t).copy_(bytes); break;
+  }
+  return t;
+}
+
+// Is the tensor all of its memory, and can it be read here? What other code than torch's has allocated (an array, a file,
+// another process) may be seen and written by that, and is no tensor's alone.
+inline bool may_be_coded(const Value& x, const Tensor& t) {
+  const Geometry& g = x.made;
+  return g.device.is_cpu() && g.offset == 0 && x.storage_bytes > 0 && g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)) == x.storage_bytes &&
+         t.is_non_overlapping_and_dense() && t.storage().resizable() &&
+         static_cast<int64_t>(t.storage().nbytes()) == x.storage_bytes &&
+         t.storage().data_ptr().get_deleter() == c10::GetAllocator(c10::kCPU)->raw_deleter();
+}
+
+}  // namespace leannorm::recording
