@@ -4,6 +4,7 @@
 #include "../flags.h"
 #include "freed.h"
 #include "recorder.h"
+#include "softmax_rows.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -65,6 +66,17 @@ inline bool is_parameter(const Tensor& t) {
   return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;
 }
 
+// Python's functions: with_flags(flags, saved) sets the forward pass's flags and rebuilds; others(packed) unpacks what small
+// passes have packed; in_rows(tensor) says whether a log-softmax's gradient has its bits when it reads rows;
+// unbuilt(saved, shape, dtype) makes what stands for such a log-softmax, or None.
+struct Functions {
+  py::object with_flags, others, in_rows, unbuilt;
+};
+inline Functions& python() {
+  static auto* const functions = new Functions();
+  return *functions;
+}
+
 // The pack hook.
 inline PyObject* pack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
@@ -100,6 +112,11 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   if (leaf) return owned.release().ptr();
   if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
+  if (may_be_in_rows(log, log.values[v])) {
+    const Below below;
+    const bool fits = python().in_rows(py::reinterpret_borrow<py::object>(given), log.python_flags).cast<bool>();
+    log.values[v].in_rows = fits;
+  }
   return owned.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -115,15 +132,6 @@ inline bool read_by_user() {
   const py::object forward = py::getattr(py::type::handle_of(function), "_forward_cls", py::none());
   const py::object module = py::getattr(forward, "__module__", py::str(""));
   return std::string(py::str(module)).rfind("leannorm.", 0) != 0;
-}
-
-inline py::object& with_flags() {  // with_flags(flags, saved): Python sets the forward pass's flags and rebuilds
-  static auto* const set = new py::object();
-  return *set;
-}
-inline py::object& others() {  // unpacks what small passes have packed
-  static auto* const unpack = new py::object();
-  return *unpack;
 }
 
 inline Tensor rebuilt(SavedObject& s) {
@@ -144,22 +152,49 @@ inline Tensor rebuilt(SavedObject& s) {
   return (dropped || read_back) && read_by_user() ? t.clone() : t;
 }
 
+inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
+
 // The unpack hook; `unpack_now` is called where the flags are the forward pass's.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(others().ptr(), given);
+  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
   auto& s = *reinterpret_cast<SavedObject*>(given);
   check_version(s);
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
   if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
-    return with_flags()(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+    return python().with_flags(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+  if (!kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !x.rebuilt.defined() && !x.shown.defined()) {
+    const py::object stand_in = python().unbuilt(py::reinterpret_borrow<py::object>(given), py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())), dtype_of(x.made.dtype));
+    if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
+  }
   const at::AutoGradMode mode(false);
   return THPVariable_Wrap(rebuilt(s));
   END_HANDLE_TH_ERRORS
 }
-inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
+// For `Unbuilt`: a reader needs no rebuild, and what the rows are made of.
+inline PyObject* skip(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  Replay(*s.log).used(s.value);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+inline PyObject* rows_of(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  const at::AutoGradMode mode(false);
+  const RowsSource source = source_of_rows(*s.log, s.value);
+  Replay(*s.log).used(s.value);
+  py::list casts;
+  for (const at::ScalarType to : source.casts) casts.append(dtype_of(to));
+  return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(source.rows)), casts).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
 
 // A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
 // each write is seen by all.
@@ -196,20 +231,24 @@ struct Pass {
   py::list rows() const {
     const Log::Lock lock(*log);
     py::list rows;
+    std::unordered_map<int, int64_t> instead;  // bytes of what is held for a value that is dropped: these two are its own
+    for (const Value& x : log->values) if (!x.listed && x.held.defined() && x.instead >= 0 && (x.call >= 0 || x.copied)) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
     const auto row = [&](const std::string& name, c10::IntArrayRef sizes, at::ScalarType dtype, int64_t bytes, bool dropped, Why why, int saves) {
-      rows.append(py::make_tuple(name, py::cast(sizes.vec()), py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))),
-                                 bytes, dropped, static_cast<int>(why), saves));
+      rows.append(py::make_tuple(name, py::cast(sizes.vec()), dtype_of(dtype), bytes, dropped, static_cast<int>(why), saves));
     };
     const auto add = [&](const Value& x) {
       if (x.parameter && !x.copied) return;
-      const int64_t held = x.code ? static_cast<int64_t>(x.held.nbytes()) : 0;
+      const auto others = instead.find(static_cast<int>(&x - log->values.data()));
+      const int64_t held = x.code ? static_cast<int64_t>(x.held.nbytes()) : others == instead.end() ? 0 : std::min(others->second, x.storage_bytes);
       if (x.code) row(x.code->name(), x.held.sizes(), x.held.scalar_type(), held, false, Why::kNone, x.saves);
+      if (x.code && !x.listed) return;
       row(x.call < 0 ? std::string() : log->calls[x.call].rule->name, x.made.sizes, x.made.dtype, x.storage_bytes - held,
           x.code || x.state == Value::kDropped, x.code ? Why::kNone : x.why, x.saves);
     };
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
       if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);
-    for (const Value& x : log->values) if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
+    for (const Value& x : log->values)
+      if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
     return rows;
   }
 };
@@ -237,7 +276,9 @@ inline void add_record(py::module_ module) {
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });
-  module.def("set_recorded", [](py::object set, py::object unpack) { with_flags() = std::move(set), others() = std::move(unpack); });
+  module.def("set_recorded", [](py::object set, py::object unpack, py::object in_rows, py::object unbuilt) {
+    python() = {std::move(set), std::move(unpack), std::move(in_rows), std::move(unbuilt)};
+  });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

@@ -127,8 +127,11 @@ struct Value {
   bool marked = false;   // its counter moved once more behind the call that wrote it
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved
+  bool in_rows = false;    // may its gradient read it some rows at a time?
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
-  bool narrow = false;     // would it be held in the dtype that it was cast from?
+  // Of a value that nobody has saved, and that is held to make one that is dropped:
+  enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
+  int instead = -1;        // that one
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
   int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
   uint64_t seen = 0;     // the last walk that came here, and what it found

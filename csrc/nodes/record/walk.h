@@ -142,13 +142,24 @@ class Walk {
     if (v == top_ || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
-    x.runs = x.sums = x.products = 0;
+    x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
     if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
     const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
     const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
     if (bytes > may_hold_) return false;
-    may_hold_ -= bytes, x.narrow = source.has_value();
+    may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
     return taken.push_back(v), true;
+  }
+  // Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts again: each is copied once.
+  bool copies(const Call& call, int v, int in) {
+    Value& x = log_.values[in];
+    if (v != top_ || call.rule->name != "aten::cat" || x.held.defined() || x.state == Value::kDropped) return false;
+    if (x.made.dtype != log_.values[v].made.dtype || x.made.offset != 0 || x.storage_bytes > may_hold_ ||
+        x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) != x.storage_bytes || x.made.extent() != x.storage_bytes) return false;
+    for (const Read& one : call.reads)
+      if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
+    may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
+    return taken.push_back(in), true;
   }
   // The dtype that a widening cast was made of.
   std::optional<at::ScalarType> source_of(int v) const {
@@ -194,7 +205,7 @@ class Walk {
     int runs = 1, sums = 0, products = 0;
     bool all = true;
     for_inputs(log_, call, [&](int in) {
-      if (!(all = all && able(in, depth - 1))) return;
+      if (!(all = all && (able(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
       runs += x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
@@ -237,6 +248,22 @@ inline void wait_for(Log& log, int v) {
   log.waiting.push_back({v, log.packs + 1, 1}), log.next_look = std::min(log.next_look, log.packs + 1);
 }
 
+// A copy of a concatenation's argument, out of its result.
+inline Tensor part_of(const Log& log, const Value& whole, int part) {
+  const Below below;
+  const Call& call = log.calls[whole.call];
+  const Geometry& made = log.values[part].made;
+  const Tensor all = shown(whole.held, whole.made), copy = at::empty_strided(made.sizes, made.strides, all.options());
+  const int64_t dim = at::maybe_wrap_dim(call.args[1].toInt(), all.dim());
+  int64_t start = 0;
+  for (const Read& one : call.reads) {
+    const int64_t length = log.geometry_of(one).sizes[dim];
+    if (one.value == part) return copy.copy_(all.narrow(dim, start, length));
+    start += length;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
   std::vector<int> left{v};
@@ -248,13 +275,18 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
+      if (x.as == Value::kPart) {
+        x.held = part_of(log, log.values[x.instead], one), x.copied = true;
+        x.sample = Sample::of(x.held), x.state = Value::kHeld;
+        continue;
+      }
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
       if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
-      if (x.call < 0 || x.copied) continue;
-      if (std::exchange(x.narrow, false)) encode(log, one);  // a copy: the cast itself may stay where it is
+      if (x.call < 0) continue;
+      if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
       wait_for(log, one);
       continue;
     }
