@@ -21,7 +21,7 @@ def no_small_passes(monkeypatch):
 @pytest.mark.parametrize("read", [lambda y: y, lambda y: y[:]], ids=["itself", "a view"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_is_copied_for_a_concatenation_is_held(setting, read):
-    """A part that nothing repeats: its copy lives until the backward pass, and is neither rebuilt nor free."""
+    """A part that nothing repeats: its copy lives until the backward pass, is neither rebuilt nor free."""
     x, kernel = torch.randn(2, 8, 32, 32, requires_grad=True), torch.randn(8, 16, 3, 3, requires_grad=True)
     for _ in range(2):
         with lean(**SETTINGS[setting]) as saved:

@@ -113,12 +113,17 @@ template <class U> void from_integers(const Code& code, const Tensor& bytes, con
   });
 }
 
+// A float that fits in a narrower one has as many zeros at the end of its bits as that has fewer digits.
+template <class U> bool first_end_in_zeros(const Tensor& t, int zeros) {
+  const U* const p = elements<U>(t);
+  return std::all_of(p, p + std::min(t.numel(), kFirst), [zeros](U x) { return (x & ((U{1} << zeros) - 1)) == 0; });
+}
+
 // bfloat16 is the upper half of a float32's bits; a cast may change those of a NaN, or flush a denormal.
 inline std::optional<Coded> upper_halves_of(const Tensor& t) {
   const int64_t n = t.numel();
   const uint32_t* const p = elements<uint32_t>(t);
-  for (int64_t i = 0; i < std::min(n, kFirst); ++i)
-    if (p[i] & 0xFFFF) return {};
+  if (!first_end_in_zeros<uint32_t>(t, 16)) return {};
   const Tensor made = at::empty({n}, at::kBFloat16);
   uint16_t* const to = data<uint16_t>(made);
   std::atomic<bool> fits = true;
@@ -147,12 +152,13 @@ inline bool has_denormals(const Tensor& doubles) {
 inline std::optional<Coded> cast_of(const Tensor& t, at::ScalarType narrow) {
   const Tensor wide = flat(t);
   const int64_t n = wide.numel();
-  Tensor made;  // not before the first elements fit
-  for (int64_t begin = 0, size = kFirst; begin < n; begin += size, size = kChunk) {
-    const Tensor part = wide.narrow(0, begin, std::min(size, n - begin)), there = part.to(narrow), back = there.to(wide.scalar_type());
+  const int zeros = narrow == at::kFloat ? 0 : narrow == at::kHalf ? 13 : 16;
+  if (wide.scalar_type() == at::kDouble ? !first_end_in_zeros<uint64_t>(t, 29 + zeros) : !first_end_in_zeros<uint32_t>(t, zeros)) return {};
+  const Tensor made = at::empty({n}, wide.options().dtype(narrow));
+  for (int64_t begin = 0; begin < n; begin += kChunk) {
+    const Tensor part = wide.narrow(0, begin, std::min(kChunk, n - begin)), there = part.to(narrow), back = there.to(wide.scalar_type());
     if (std::memcmp(part.const_data_ptr(), back.const_data_ptr(), part.nbytes()) != 0) return {};
     if (part.scalar_type() == at::kDouble && has_denormals(part)) return {};
-    if (!made.defined()) made = at::empty({n}, wide.options().dtype(narrow));
     made.narrow(0, begin, part.numel()).copy_(there);
   }
   return Coded{made, std::make_shared<Code>(Code{Code::kCast, 0, 0, narrow})};

@@ -38,25 +38,22 @@ inline bool is_ours_alone(Log& log, int v) {
 // Look at those whose turn it is; `all` of them where the pass ends. Whose memory is still somebody's is looked at again,
 // each time four times later.
 inline void encode_freed(Log& log, bool all = false) {
-  if (!all && log.packs < log.next_look) return;
-  std::vector<Waiting> left;
-  int64_t next = std::numeric_limits<int64_t>::max();
-  for (Waiting one : log.waiting) {
+  while (!log.waiting.empty() && (all || log.waiting.top().due <= log.packs)) {
+    Waiting one = log.waiting.top();
+    log.waiting.pop();
     const Value& x = log.values[one.value];
     if (!x.held.defined() || x.copied) continue;  // it has gone, or was dropped
-    if (all || one.due <= log.packs) {
-      if (is_ours_alone(log, one.value)) {
-        if (const auto leaves = log.leaves.find(one.value); encode(log, one.value) && leaves != log.leaves.end()) {
-          for (Tensor* const leaf : leaves->second) leaf->reset();
-          log.leaves.erase(leaves);
-        }
-        continue;
-      }
+    if (is_ours_alone(log, one.value)) {
+      const auto leaves = log.leaves.find(one.value);
+      if (!encode(log, one.value) || leaves == log.leaves.end()) continue;
+      const std::vector<Tensor*> of = std::move(leaves->second);
+      log.leaves.erase(leaves);
+      for (Tensor* const leaf : of) leaf->reset();
+    } else if (!all) {
       one.gap *= 4, one.due = log.packs + one.gap;
+      log.waiting.push(one);
     }
-    next = std::min(next, one.due), left.push_back(one);
   }
-  log.waiting = std::move(left), log.next_look = next;
 }
 
 }  // namespace leannorm::recording

@@ -61,9 +61,9 @@ inline PyObject* new_saved() {
 // A parameter, or a view of one: it exists without autograd, also where it is frozen.
 inline bool is_parameter(const Tensor& t) {
   const Tensor base = t.is_view() ? Tensor(t._base()) : t;
-  if (base.is_leaf() && base.requires_grad()) return true;
+  if (!base.is_leaf() || base.requires_grad()) return base.is_leaf();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
-  return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;
+  return PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(ParameterClass));
 }
 
 // Python's functions: with_flags(flags, saved) sets the forward pass's flags and rebuilds; others(packed) unpacks what small
@@ -221,7 +221,7 @@ struct Pass {
     encode_freed(*log, /*all=*/true);
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
-    log->waiting.clear(), log->leaves.clear();
+    log->waiting = {}, log->leaves.clear();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
     if (current == log) current.reset();
   }

@@ -13,6 +13,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
+#include <queue>
 #include <vector>
 
 namespace leannorm::recording {
@@ -188,6 +189,7 @@ struct Policy {
 struct Waiting {
   int value;
   int64_t due, gap;  // in tensors that are packed
+  bool operator>(const Waiting& other) const { return due > other.due; }
 };
 
 struct Log {
@@ -198,9 +200,9 @@ struct Log {
   std::vector<int> listed;  // values that nodes have saved, in order
   ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
   std::vector<int> open;    // calls that have begun and not ended
-  std::vector<Waiting> waiting;
+  std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
   std::unordered_map<int, std::vector<Tensor*>> leaves;  // of a value: what saved objects hold of it
-  int64_t packs = 0, next_look = 0;  // tensors that were packed; when the next one that waits is looked at
+  int64_t packs = 0;  // tensors that were packed
   Policy policy;
   py::object python_flags;  // all flags, where the pass began
   uint64_t flags = flags_now(), stamp = 0;
@@ -303,7 +305,7 @@ struct Log {
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear();
-    waiting.clear(), leaves.clear();
+    waiting = {}, leaves.clear();
     largest = 0;
   }
 };

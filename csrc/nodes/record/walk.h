@@ -234,18 +234,23 @@ constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there 
 inline bool encode(Log& log, int v) {
   Value& x = log.values[v];
   if (!may_be_coded(x, x.held)) return false;
+  const Sample sample = Sample::of(x.held);
+  if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
   const Below below;
-  auto made = coded(x.held);
+  std::optional<Coded> made;
+  try {
+    made = coded(x.held);
+  } catch (const std::exception&) {  // out of memory: it is kept as it is
+  }
   if (!made) return false;
-  x.sample = Sample::of(x.held);
-  x.held = std::move(made->bytes), x.code = std::move(made->code), x.copied = true;
+  x.sample = sample, x.held = std::move(made->bytes), x.code = std::move(made->code), x.copied = true;
   return true;
 }
 // It may be in fewer bytes, once nobody else has its memory.
 inline void wait_for(Log& log, int v) {
   const Value& x = log.values[v];
   if (!x.held.defined() || x.copied || x.parameter || x.made.numel() < log.policy.smallest || !may_be_coded(x, x.held)) return;
-  log.waiting.push_back({v, log.packs + 1, 1}), log.next_look = std::min(log.next_look, log.packs + 1);
+  log.waiting.push({v, log.packs + 1, 1});
 }
 
 // A copy of a concatenation's argument, out of its result.
