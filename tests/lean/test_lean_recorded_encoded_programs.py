@@ -1,4 +1,4 @@
-"""Programs of which the log (csrc/nodes/record/) keeps something in fewer bytes: all bits are as without it."""
+"""Programs of which the log keeps something in fewer bytes (csrc/nodes/record/encode.h): bits as in plain torch."""
 
 from __future__ import annotations
 

@@ -43,6 +43,31 @@ template <class U> const U* elements(const Tensor& t) { return static_cast<const
 // The elements in the order of the memory.
 inline Tensor flat(const Tensor& t) { return t.as_strided({t.numel()}, {1}, t.storage_offset()); }
 
+// The nodes are built without vectors, which these two loops are made for.
+#if defined(__GNUC__) && !defined(__clang__)
+#define LEANNORM_VECTORS __attribute__((optimize("O3")))
+#else
+#define LEANNORM_VECTORS
+#endif
+// Which are the one value? False if some are neither.
+template <class U> LEANNORM_VECTORS bool flags_of(const U* from, int64_t n, U low, U high, uint8_t* flags) {
+  U others = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const U is = from[i] == high;
+    flags[i] = static_cast<uint8_t>(is);
+    others |= static_cast<U>((is ^ 1) & static_cast<U>(from[i] != low));
+  }
+  return others == 0;
+}
+template <class U> LEANNORM_VECTORS void from_flags(const uint8_t* flags, int64_t n, U low, U high, U* to) {
+  const U both = low ^ high;
+  for (int64_t i = 0; i < n; ++i) to[i] = low ^ static_cast<U>(both & static_cast<U>(-static_cast<U>(flags[i])));
+}
+#undef LEANNORM_VECTORS
+
+constexpr int64_t kBlock = 4096;  // flags, in the cache
+constexpr uint64_t kOnes = 0x0101010101010101, kDiagonal = 0x8040201008040201, kGather = 0x0102040810204080;
+
 template <class U> std::optional<Coded> bits_of(const Tensor& t) {
   const int64_t n = t.numel();
   const U* const p = elements<U>(t);
@@ -54,31 +79,35 @@ template <class U> std::optional<Coded> bits_of(const Tensor& t) {
   const Tensor made = at::empty({(n + 7) / 8}, at::kByte);
   uint8_t* const to = data<uint8_t>(made);
   std::atomic<bool> fits = true;
-  at::parallel_for(0, made.numel(), kGrain / 8, [&](int64_t begin, int64_t end) {
-    bool all = true;
-    for (int64_t i = begin; i < end; ++i) {
-      const U* const x = p + 8 * i;
-      const int count = static_cast<int>(std::min<int64_t>(8, n - 8 * i));
-      unsigned octet = 0;
-      for (int k = 0; k < count; ++k) octet |= static_cast<unsigned>(x[k] == high) << k, all &= (x[k] == low) | (x[k] == high);
-      to[i] = static_cast<uint8_t>(octet);
-      if (!all) break;
+  at::parallel_for(0, (n + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+    uint8_t flags[kBlock];
+    for (int64_t block = begin; block < end && fits; ++block) {
+      const int64_t at = block * kBlock, count = std::min(kBlock, n - at);
+      std::memset(flags + count, 0, -count & 7);
+      if (!flags_of(p + at, count, low, high, flags)) fits = false;
+      for (int64_t i = 0; i < count; i += 8) {
+        uint64_t eight;
+        std::memcpy(&eight, flags + i, 8);
+        to[(at + i) / 8] = static_cast<uint8_t>(eight * kGather >> 56);
+      }
     }
-    if (!all) fits = false;
   });
   if (!fits) return {};
   return Coded{made, std::make_shared<Code>(Code{Code::kBits, low, high})};
 }
 template <class U> void from_bits(const Code& code, const Tensor& bytes, const Tensor& to) {
-  const U both[2] = {static_cast<U>(code.low), static_cast<U>(code.high)};
   const uint8_t* const from = elements<uint8_t>(bytes);
   U* const p = data<U>(to);
   const int64_t n = to.numel();
-  at::parallel_for(0, bytes.numel(), kGrain / 8, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const unsigned octet = from[i];
-      const int count = static_cast<int>(std::min<int64_t>(8, n - 8 * i));
-      for (int k = 0; k < count; ++k) p[8 * i + k] = both[octet >> k & 1];
+  at::parallel_for(0, (n + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+    uint8_t flags[kBlock];
+    for (int64_t at = begin * kBlock; at < std::min(end * kBlock, n); at += kBlock) {
+      const int64_t count = std::min(kBlock, n - at);
+      for (int64_t i = 0; i < count; i += 8) {
+        const uint64_t eight = ((from[(at + i) / 8] * kOnes & kDiagonal) + 0x7F * kOnes) >> 7 & kOnes;
+        std::memcpy(flags + i, &eight, 8);
+      }
+      from_flags(flags, count, static_cast<U>(code.low), static_cast<U>(code.high), p + at);
     }
   });
 }
