@@ -1,4 +1,4 @@
-"""Programs of which the log keeps something in fewer bytes (csrc/nodes/record/encode.h): bits as in plain torch."""
+"""Programs of which the log keeps something in fewer bytes (csrc/nodes/record/encode.h): bits as in torch."""
 
 from __future__ import annotations
 

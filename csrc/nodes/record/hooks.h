@@ -196,9 +196,50 @@ inline PyObject* rows_of(PyObject*, PyObject* given) {
 }
 inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
 
+// What a pass holds when it closes, to be read also when a backward pass has freed it.
+struct Saved {
+  struct Tensor {
+    const Rule* by;  // none: nobody saw who made it
+    const char* code;  // as what it is held, where it is in fewer bytes
+    c10::SmallVector<int64_t, 5> sizes;
+    at::ScalarType dtype;
+    int64_t nbytes;
+    bool dropped, by_node;
+    Why why;
+  };
+  std::vector<Tensor> tensors;  // those that nodes have saved, then those that others are made of
+  int64_t held = 0, dropped = 0;
+
+  // `instead`: bytes of what is held in its place.
+  void add(const Log& log, const Value& x, int64_t instead) {
+    if (x.parameter && !x.copied) return;
+    if (x.code) {
+      instead = static_cast<int64_t>(x.held.nbytes());
+      const auto sizes = x.held.sizes();
+      tensors.push_back({nullptr, x.code->name(), {sizes.begin(), sizes.end()}, x.held.scalar_type(), instead, false, false, Why::kNone});
+      held += instead;
+      if (!x.listed) return;
+    }
+    const bool again = x.code || x.state == Value::kDropped;
+    const int64_t nbytes = x.storage_bytes - std::min(instead, x.storage_bytes);
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, x.why});
+    (again ? dropped : held) += nbytes;
+  }
+  py::list rows() const {
+    py::list rows;
+    for (const Tensor& t : tensors)
+      rows.append(py::make_tuple(t.code != nullptr ? std::string(t.code) : t.by == nullptr ? std::string() : t.by->name,
+                                 py::cast(std::vector<int64_t>(t.sizes.begin(), t.sizes.end())), dtype_of(t.dtype), t.nbytes, t.dropped,
+                                 static_cast<int>(t.why), t.by_node));
+    return rows;
+  }
+};
+
 // A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
 // each write is seen by all.
 struct Pass {
+  static inline thread_local size_t last_values = 0, last_calls = 0;
+
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
   bool open = true;
@@ -207,6 +248,7 @@ struct Pass {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
       log->policy = policy, log->python_flags = std::move(flags);
+      log->values.reserve(last_values), log->calls.reserve(last_calls);  // as many as the last pass had
       rules.forget_others();
       at::RecordFunctionCallback callback(&begin, &end);
       log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
@@ -222,34 +264,26 @@ struct Pass {
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
     log->waiting = {}, log->leaves.clear();
+    last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
     if (current == log) current.reset();
   }
   size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
-  // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
-  // what is held to make others.
-  py::list rows() const {
+  // What it has saved, and what of that is still there.
+  Saved saved() const {
     const Log::Lock lock(*log);
-    py::list rows;
     std::unordered_map<int, int64_t> instead;  // bytes of what is held for a value that is dropped: these two are its own
-    for (const Value& x : log->values) if (!x.listed && x.held.defined() && x.instead >= 0 && (x.call >= 0 || x.copied)) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
-    const auto row = [&](const std::string& name, c10::IntArrayRef sizes, at::ScalarType dtype, int64_t bytes, bool dropped, Why why, int saves) {
-      rows.append(py::make_tuple(name, py::cast(sizes.vec()), dtype_of(dtype), bytes, dropped, static_cast<int>(why), saves));
-    };
-    const auto add = [&](const Value& x) {
-      if (x.parameter && !x.copied) return;
-      const auto others = instead.find(static_cast<int>(&x - log->values.data()));
-      const int64_t held = x.code ? static_cast<int64_t>(x.held.nbytes()) : others == instead.end() ? 0 : std::min(others->second, x.storage_bytes);
-      if (x.code) row(x.code->name(), x.held.sizes(), x.held.scalar_type(), held, false, Why::kNone, x.saves);
-      if (x.code && !x.listed) return;
-      row(x.call < 0 ? std::string() : log->calls[x.call].rule->name, x.made.sizes, x.made.dtype, x.storage_bytes - held,
-          x.code || x.state == Value::kDropped, x.code ? Why::kNone : x.why, x.saves);
-    };
-    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
-      if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);
+    const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (x.call >= 0 || x.copied); };
     for (const Value& x : log->values)
-      if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
-    return rows;
+      if (is_held_for_others(x) && x.instead >= 0) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
+    Saved made;
+    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i) {
+      const auto others = instead.find(log->listed[i]);
+      if (const Value& x = log->values[log->listed[i]]; x.refs > 0) made.add(*log, x, others == instead.end() ? 0 : others->second);
+    }
+    for (const Value& x : log->values)
+      if (is_held_for_others(x)) made.add(*log, x, 0);
+    return made;
   }
 };
 
@@ -258,12 +292,17 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Saved>(module, "RecordedTensors")
+      .def_readonly("held", &Saved::held)
+      .def_readonly("dropped", &Saved::dropped)
+      .def("__len__", [](const Saved& s) { return s.tensors.size(); })
+      .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
       .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags) {
              return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags));
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
       .def("close", &Pass::close)
-      .def("rows", &Pass::rows)
+      .def("saved", &Pass::saved)
       .def("seen", &Pass::seen)
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
