@@ -307,7 +307,7 @@ class HookedRun(Run):
 
 
 class SharingRun(HookedRun):
-    """Stock autograd that does not look at versions. It keeps leaves themselves, whose data may be replaced."""
+    """Stock autograd that does not look at versions. Leaves are kept: their data may be replaced."""
 
     def pack(self, tensor):
         return tensor if is_leaf(tensor) else tensor.detach()

@@ -94,6 +94,10 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   ++log.packs, encode_freed(log);
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
+  if (log.values[v].copied) {  // for others; this node reads the memory itself, as in plain PyTorch
+    s.tensor = t.grad_fn() ? alias_of(t) : t;
+    return owned.release().ptr();
+  }
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
   s.log = current, s.value = v;
   Value& x = log.values[v];

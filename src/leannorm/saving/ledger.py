@@ -122,12 +122,7 @@ class Ledger:
 
     def all_bytes(self) -> int:
         """Bytes held, and to be rebuilt."""
-        if self._closed is None:
-            return self.kept() + self.rebuilt()
-        fields = Record._fields
-        return sum(self._closed[fields.index("bytes") :: len(fields)]) + sum(
-            one.kept + one.rebuilt for one in self._recorded
-        )
+        return self.kept() + self.rebuilt()
 
     def kept(self) -> int:
         """Bytes held for the backward pass."""

@@ -131,7 +131,7 @@ class RecordedPass:
 
 
 class Recorded:
-    """What one pass held when it closed, which its backward pass frees: bytes, and rows once they are read."""
+    """What one pass held when it closed: its bytes, and rows once they are read."""
 
     def __init__(self, saved: Any) -> None:
         self._saved = saved
