@@ -222,6 +222,30 @@ def test_parameters_are_not_counted():
     assert saved.kept_bytes + saved.rebuilt_bytes == 2 * x.nbytes
 
 
+def test_logits_that_are_saved_later_are_kept_once():
+    """The loss keeps a narrow copy of a cast; then the cast itself is saved, and takes the copy's place."""
+    x, weight = torch.randn(64, 64).bfloat16(), torch.randn(4096, 64).bfloat16().requires_grad_()
+    for _ in range(3):
+        with lean() as saved:
+            logits = (x @ weight.T).float()
+            loss = F.cross_entropy(logits, torch.arange(64)) + logits.square().mean()
+            del logits
+        loss.backward()
+        assert sum(r.bytes for r in saved.records if not r.rebuilt and r.bytes > x.nbytes) == 64 * 4096 * 2
+
+
+def test_a_pass_that_saves_parameters_alone_has_seen_them():
+    weight, x = (
+        nn.Parameter(torch.randn(64, 64), requires_grad=False),
+        torch.randn(64, 64, requires_grad=True),
+    )
+    with lean() as saved:
+        loss = F.linear(x, weight).sum()
+    loss.backward()
+    assert saved.reasons == []
+    assert saved.kept_bytes == 0
+
+
 @pytest.mark.parametrize("passes", [1, 3])
 def test_what_is_kept_and_rebuilt_is_what_stock_keeps(passes):
     x, weight = torch.randn(64, 64).bfloat16(), torch.randn(4096, 64).bfloat16().requires_grad_()

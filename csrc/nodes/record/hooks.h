@@ -85,15 +85,17 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   PyObject* const object = owned.ptr();
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
+  if (current) ++current->packs;
   if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
   Log& log = *current;
   const Log::Lock lock(log);
-  ++log.packs, encode_freed(log);
+  encode_freed(log);
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
+  if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // both would be kept
   if (log.values[v].copied) {  // for others; this node reads the memory itself, as in plain PyTorch
     s.tensor = t.grad_fn() ? alias_of(t) : t;
     return owned.release().ptr();
@@ -102,7 +104,10 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, x.parameter = is_parameter(t), log.listed.push_back(v);
+  if (!x.listed && !x.parameter) {
+    x.parameter = is_parameter(t);
+    if (!x.parameter) x.listed = true, log.listed.push_back(v);
+  }
   const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
   if (leaf) s.tensor = t, log.leaves[v].push_back(&s.tensor);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
@@ -112,10 +117,11 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
+  const bool waits = !log.open.empty() && x.call == log.open.back();
+  if (waits && !leaf) log.calls[x.call].waiting.push_back(v);
+  else if (!leaf) decide(log, v);
   wait_for(log, v);
   if (leaf) return owned.release().ptr();
-  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
-  else decide(log, v);
   if (may_be_in_rows(log, log.values[v])) {
     const Below below;
     const bool fits = python().in_rows(py::reinterpret_borrow<py::object>(given), log.python_flags).cast<bool>();
@@ -216,7 +222,6 @@ struct Saved {
 
   // `instead`: bytes of what is held in its place.
   void add(const Log& log, const Value& x, int64_t instead) {
-    if (x.parameter && !x.copied) return;
     if (x.code) {
       instead = static_cast<int64_t>(x.held.nbytes());
       const auto sizes = x.held.sizes();
@@ -246,6 +251,7 @@ struct Pass {
 
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
+  int64_t first_pack = 0;
   bool open = true;
 
   Pass(const Policy& policy, py::object flags) {
@@ -259,7 +265,7 @@ struct Pass {
       current = log;
     }
     const Log::Lock lock(*log);
-    ++log->passes, first = log->listed.size();
+    ++log->passes, first = log->listed.size(), first_pack = log->packs;
   }
   void close() {
     if (!std::exchange(open, false)) return;
@@ -272,6 +278,7 @@ struct Pass {
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
     if (current == log) current.reset();
   }
+  bool packed() const { return log->packs > first_pack; }
   size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
   // What it has saved, and what of that is still there.
   Saved saved() const {
@@ -307,6 +314,7 @@ inline void add_record(py::module_ module) {
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
+      .def("packed", &Pass::packed)
       .def("seen", &Pass::seen)
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;

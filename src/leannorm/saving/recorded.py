@@ -126,8 +126,10 @@ class RecordedPass:
     def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
         self._pass.close()
-        self.seen = self._pass.seen() > 0
-        return Recorded(self._pass.saved())
+        made = Recorded(self._pass.saved())
+        self.seen = self._pass.packed()
+        self.freed = self._pass.seen() > 0 and not len(made)
+        return made
 
 
 class Recorded:
