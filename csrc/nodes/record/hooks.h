@@ -2,8 +2,10 @@
 #pragma once
 
 #include "../flags.h"
+#include "freed.h"
 #include "limit.h"
 #include "recorder.h"
+#include "softmax_rows.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -35,6 +37,10 @@ inline void forget_saved(PyObject* self) {
   auto* const s = reinterpret_cast<SavedObject*>(self);
   if (s->log && s->value >= 0) {
     const Log::Lock lock(*s->log);
+    if (const auto leaves = s->log->leaves.find(s->value); leaves != s->log->leaves.end()) {
+      std::erase(leaves->second, &s->tensor);
+      if (leaves->second.empty()) s->log->leaves.erase(leaves);
+    }
     --s->log->values[s->value].saves, --s->log->alive;
     release(*s->log, s->value);
   }
@@ -53,6 +59,25 @@ inline PyObject* new_saved() {
   return s;
 }
 
+// A parameter, or a view of one: it exists without autograd, also where it is frozen.
+inline bool is_parameter(const Tensor& t) {
+  const Tensor base = t.is_view() ? Tensor(t._base()) : t;
+  if (!base.is_leaf() || base.requires_grad()) return base.is_leaf();
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
+  return PyType_IsSubtype(Py_TYPE(object.ptr()), reinterpret_cast<PyTypeObject*>(ParameterClass));
+}
+
+// Python's functions: with_flags(flags, saved) sets the forward pass's flags and rebuilds; others(packed) unpacks what small
+// passes have packed; in_rows(tensor) says whether a log-softmax's gradient has its bits when it reads rows;
+// unbuilt(saved, shape, dtype) makes what stands for such a log-softmax, or None.
+struct Functions {
+  py::object with_flags, others, in_rows, unbuilt;
+};
+inline Functions& python() {
+  static auto* const functions = new Functions();
+  return *functions;
+}
+
 // The pack hook.
 inline PyObject* pack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
@@ -61,6 +86,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   PyObject* const object = owned.ptr();
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
+  if (current) ++current->packs;
   if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
@@ -68,8 +94,10 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   Log& log = *current;
   const Log::Lock lock(log);
+  encode_freed(log);
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
+  if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // both would be kept
   if (log.values[v].copied) {  // for others; this node reads the memory itself, as in plain PyTorch
     s.tensor = t.grad_fn() ? alias_of(t) : t;
     return owned.release().ptr();
@@ -78,9 +106,12 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, log.listed.push_back(v);
+  if (!x.listed && !x.parameter) {
+    x.parameter = is_parameter(t);
+    if (!x.parameter) x.listed = true, log.listed.push_back(v);
+  }
   const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
-  if (leaf) s.tensor = t;
+  if (leaf) s.tensor = t, log.leaves[v].push_back(&s.tensor);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
     if (shows_more && !leaf) s.tensor = alias_of(t);
@@ -88,10 +119,20 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
+  if (!leaf && log.limit) {
+    log.limit->saved(log, x.storage_bytes);
+    return owned.release().ptr();
+  }
+  const bool waits = !log.open.empty() && x.call == log.open.back();
+  if (waits && !leaf) log.calls[x.call].waiting.push_back(v);
+  else if (!leaf) decide(log, v);
+  wait_for(log, v);
   if (leaf) return owned.release().ptr();
-  if (log.limit) log.limit->saved(log, x.storage_bytes);
-  else if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
-  else decide(log, v);
+  if (may_be_in_rows(log, log.values[v])) {
+    const Below below;
+    const bool fits = python().in_rows(py::reinterpret_borrow<py::object>(given), log.python_flags).cast<bool>();
+    log.values[v].in_rows = fits;
+  }
   return owned.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -109,23 +150,14 @@ inline bool read_by_user() {
   return std::string(py::str(module)).rfind("leannorm.", 0) != 0;
 }
 
-inline py::object& with_flags() {  // with_flags(flags, saved): Python sets the forward pass's flags and rebuilds
-  static auto* const set = new py::object();
-  return *set;
-}
-inline py::object& others() {  // unpacks what small passes have packed
-  static auto* const unpack = new py::object();
-  return *unpack;
-}
-
 inline Tensor rebuilt(SavedObject& s) {
   Log& log = *s.log;
   Value& x = log.values[s.value];
-  const bool dropped = x.state == Value::kDropped;
+  const bool dropped = x.state == Value::kDropped, read_back = x.code != nullptr;
   Tensor t;
   if (x.shown.defined()) t = x.shown;
   else {
-    t = x.held.defined() ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
+    t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
     TORCH_CHECK(!dropped || log.values[s.value].sample.matches(Sample::of(t)), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
                 " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
@@ -133,20 +165,26 @@ inline Tensor rebuilt(SavedObject& s) {
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
-  return dropped && read_by_user() ? t.clone() : t;
+  return (dropped || read_back) && read_by_user() ? t.clone() : t;
 }
+
+inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
 
 // The unpack hook; `unpack_now` is called where the flags are the forward pass's.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(others().ptr(), given);
+  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
   auto& s = *reinterpret_cast<SavedObject*>(given);
   check_version(s);
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
   if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
-    return with_flags()(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+    return python().with_flags(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+  if (!kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !x.rebuilt.defined() && !x.shown.defined()) {
+    const py::object stand_in = python().unbuilt(py::reinterpret_borrow<py::object>(given), py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())), dtype_of(x.made.dtype));
+    if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
+  }
   const at::AutoGradMode mode(false);
   const auto limit = s.log->limit;
   py::object tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(rebuilt(s)));
@@ -154,12 +192,34 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
-inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
+// For `Unbuilt`: a reader needs no rebuild, and what the rows are made of.
+inline PyObject* skip(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  Replay(*s.log).used(s.value);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+inline PyObject* rows_of(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  const at::AutoGradMode mode(false);
+  const RowsSource source = source_of_rows(*s.log, s.value);
+  Replay(*s.log).used(s.value);
+  py::list casts;
+  for (const at::ScalarType to : source.casts) casts.append(dtype_of(to));
+  return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(source.rows)), casts).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
 
 // What a pass holds when it closes, to be read also when a backward pass has freed it.
 struct Saved {
   struct Tensor {
     const Rule* by;  // none: nobody saw who made it
+    const char* code;  // as what it is held, where it is in fewer bytes
     c10::SmallVector<int64_t, 5> sizes;
     at::ScalarType dtype;
     int64_t nbytes;
@@ -169,16 +229,25 @@ struct Saved {
   std::vector<Tensor> tensors;  // those that nodes have saved, then those that others are made of
   int64_t held = 0, dropped = 0;
 
-  void add(const Log& log, const Value& x) {
-    const bool again = x.state == Value::kDropped;
-    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, x.made.sizes, x.made.dtype, x.storage_bytes, again, x.saves > 0, x.why});
-    (again ? dropped : held) += x.storage_bytes;
+  // `instead`: bytes of what is held in its place.
+  void add(const Log& log, const Value& x, int64_t instead) {
+    if (x.code) {
+      instead = static_cast<int64_t>(x.held.nbytes());
+      const auto sizes = x.held.sizes();
+      tensors.push_back({nullptr, x.code->name(), {sizes.begin(), sizes.end()}, x.held.scalar_type(), instead, false, false, Why::kNone});
+      held += instead;
+      if (!x.listed) return;
+    }
+    const bool again = x.code || x.state == Value::kDropped;
+    const int64_t nbytes = x.storage_bytes - std::min(instead, x.storage_bytes);
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, x.why});
+    (again ? dropped : held) += nbytes;
   }
   py::list rows() const {
     py::list rows;
     for (const Tensor& t : tensors)
-      rows.append(py::make_tuple(t.by == nullptr ? std::string() : t.by->name, py::cast(std::vector<int64_t>(t.sizes.begin(), t.sizes.end())),
-                                 py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.dtype))), t.nbytes, t.dropped,
+      rows.append(py::make_tuple(t.code != nullptr ? std::string(t.code) : t.by == nullptr ? std::string() : t.by->name,
+                                 py::cast(std::vector<int64_t>(t.sizes.begin(), t.sizes.end())), dtype_of(t.dtype), t.nbytes, t.dropped,
                                  static_cast<int>(t.why), t.by_node));
     return rows;
   }
@@ -191,6 +260,7 @@ struct Pass {
 
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
+  int64_t first_pack = 0;
   bool open = true;
 
   Pass(const Policy& policy, py::object flags) {
@@ -204,27 +274,36 @@ struct Pass {
       current = log;
     }
     const Log::Lock lock(*log);
-    ++log->passes, first = log->listed.size();
+    ++log->passes, first = log->listed.size(), first_pack = log->packs;
   }
   void close() {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
+    encode_freed(*log, /*all=*/true);
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
+    log->waiting = {}, log->leaves.clear();
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
     if (current == log) current.reset();
   }
+  bool packed() const { return log->packs > first_pack; }
   size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
   // What it has saved, and what of that is still there.
   Saved saved() const {
     const Log::Lock lock(*log);
-    Saved made;
-    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
-      if (log->values[log->listed[i]].refs > 0) made.add(*log, log->values[log->listed[i]]);
+    std::unordered_map<int, int64_t> instead;  // bytes of what is held for a value that is dropped: these two are its own
+    const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (x.call >= 0 || x.copied); };
     for (const Value& x : log->values)
-      if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) made.add(*log, x);
+      if (is_held_for_others(x) && x.instead >= 0) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
+    Saved made;
+    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i) {
+      const auto others = instead.find(log->listed[i]);
+      if (const Value& x = log->values[log->listed[i]]; x.refs > 0) made.add(*log, x, others == instead.end() ? 0 : others->second);
+    }
+    for (const Value& x : log->values)
+      if (is_held_for_others(x)) made.add(*log, x, 0);
     return made;
   }
 };
@@ -250,6 +329,7 @@ inline void add_record(py::module_ module) {
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
+      .def("packed", &Pass::packed)
       .def("seen", &Pass::seen)
       .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
@@ -266,7 +346,9 @@ inline void add_record(py::module_ module) {
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });
-  module.def("set_recorded", [](py::object set, py::object unpack) { with_flags() = std::move(set), others() = std::move(unpack); });
+  module.def("set_recorded", [](py::object set, py::object unpack, py::object in_rows, py::object unbuilt) {
+    python() = {std::move(set), std::move(unpack), std::move(in_rows), std::move(unbuilt)};
+  });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <queue>
 #include <thread>
 #include <vector>
 
@@ -111,6 +112,8 @@ struct Sample {
   bool matches(const Sample& other) const { return !taken || !other.taken || bits == other.bits; }
 };
 
+struct Code;  // encode.h
+
 // Why a value is held; saving/recorded.py has a sentence for each.
 enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags };
 
@@ -123,6 +126,7 @@ struct Value {
   c10::VariableVersion counter;
   uint32_t version = 0;
   Tensor held;     // an alias of the memory, or a copy of it
+  std::shared_ptr<const Code> code;  // by which `held` is read, where it is a copy in fewer bytes
   Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
   Tensor rebuilt;
   Sample sample;
@@ -132,6 +136,11 @@ struct Value {
   bool marked = false;   // its counter moved once more behind the call that wrote it
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved
+  bool in_rows = false;    // may its gradient read it some rows at a time?
+  bool parameter = false;  // memory of a parameter, which is there without autograd, too
+  // Of a value that nobody has saved, and that is held to make one that is dropped:
+  enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
+  int instead = -1;        // that one
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
   int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
   int64_t above = 0;     // under a limit: bytes of the values, made again, that are made of it one after another
@@ -188,6 +197,13 @@ struct Policy {
   int64_t smallest = 1024, much_larger = 32;
 };
 
+// A value that is held and might be in fewer bytes, once nobody else has its memory: it is looked at now and then.
+struct Waiting {
+  int value;
+  int64_t due, gap;  // in tensors that are packed
+  bool operator>(const Waiting& other) const { return due > other.due; }
+};
+
 inline thread_local bool busy = false;  // does this thread make calls again itself?
 
 struct Log {
@@ -198,6 +214,9 @@ struct Log {
   std::vector<int> listed;  // values that nodes have saved, in order
   ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
   std::vector<int> open;    // calls that have begun and not ended
+  std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
+  std::unordered_map<int, std::vector<Tensor*>> leaves;  // of a value: what saved objects hold of it
+  int64_t packs = 0;  // tensors that were packed
   Policy policy;
   py::object python_flags;  // all flags, where the pass began
   uint64_t flags = flags_now(), stamp = 0;
@@ -313,6 +332,7 @@ struct Log {
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear();
+    waiting = {}, leaves.clear();
     largest = 0;
   }
 };

@@ -1,7 +1,7 @@
 // Values are made again by the calls that made them, from what is held.
 #pragma once
 
-#include "log.h"
+#include "encode.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/addcmul.h>
@@ -99,8 +99,9 @@ class Replay {
   // The value as it was made, or an alias of its memory.
   Tensor value(int v) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return checked(x);
+    if (x.held.defined() && !x.code) return checked(x);
     if (x.rebuilt.defined()) return x.rebuilt;
+    if (x.code) return read_back(x);
     if (scratch_)
       if (const auto known = scratch_->find(v); known != scratch_->end()) return known->second;
     run(x.call);
@@ -123,6 +124,13 @@ class Replay {
                 " had read it, and is needed to rebuild another one: edit it after backward(), edit a copy of it, or leave"
                 " lean() out of this step");
     return x.held;
+  }
+
+  // For all readers of this backward pass; of a trial, for one.
+  Tensor read_back(Value& x) const {
+    const Below below;
+    const Tensor t = decoded(*x.code, x.held, x.made, x.storage_bytes);
+    return scratch_ ? t : x.rebuilt = t;
   }
 
   void run(int number) {

@@ -147,11 +147,32 @@ class Walk {
     if (v == top_ || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
-    x.runs = x.sums = x.products = 0;
+    x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
     if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
-    if (x.storage_bytes > may_hold_) return false;
-    may_hold_ -= x.storage_bytes;
+    const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
+    const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
+    if (bytes > may_hold_) return false;
+    may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
     return taken.push_back(v), true;
+  }
+  // Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts again: each is copied once.
+  bool copies(const Call& call, int v, int in) {
+    Value& x = log_.values[in];
+    if (v != top_ || call.rule->name != "aten::cat" || x.held.defined() || x.state == Value::kDropped) return false;
+    if (x.made.dtype != log_.values[v].made.dtype || x.made.offset != 0 || x.storage_bytes > may_hold_ ||
+        x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) != x.storage_bytes || x.made.extent() != x.storage_bytes) return false;
+    for (const Read& one : call.reads)
+      if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
+    may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
+    return taken.push_back(in), true;
+  }
+  // The dtype that a widening cast was made of.
+  std::optional<at::ScalarType> source_of(int v) const {
+    const Value& x = log_.values[v];
+    const Call& call = log_.calls[x.call];
+    if (call.rule->name != "aten::_to_copy" || call.reads.size() != 1) return {};
+    const at::ScalarType from = log_.geometry_of(call.reads[0]).dtype;
+    return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
   }
   // Are the results held from which the first one follows faster?
   bool by_result(const Call& call, int v) const {
@@ -189,7 +210,7 @@ class Walk {
     int runs = 1, sums = 0, products = 0;
     bool all = true;
     for_inputs(log_, call, [&](int in) {
-      if (!(all = all && able(in, depth - 1))) return;
+      if (!(all = all && (able(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
       runs += x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
@@ -214,6 +235,45 @@ class Walk {
 
 constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
 
+// Hold it in fewer bytes, if that can be.
+inline bool encode(Log& log, int v) {
+  Value& x = log.values[v];
+  if (!may_be_coded(x, x.held)) return false;
+  const Sample sample = Sample::of(x.held);
+  if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
+  const Below below;
+  std::optional<Coded> made;
+  try {
+    made = coded(x.held);
+  } catch (const std::exception&) {  // out of memory: it is kept as it is
+  }
+  if (!made) return false;
+  x.sample = sample, x.held = std::move(made->bytes), x.code = std::move(made->code), x.copied = true;
+  return true;
+}
+// It may be in fewer bytes, once nobody else has its memory.
+inline void wait_for(Log& log, int v) {
+  const Value& x = log.values[v];
+  if (!x.held.defined() || x.copied || x.parameter || x.made.numel() < log.policy.smallest || !may_be_coded(x, x.held)) return;
+  log.waiting.push({v, log.packs + 1, 1});
+}
+
+// A copy of a concatenation's argument, out of its result.
+inline Tensor part_of(const Log& log, const Value& whole, int part) {
+  const Below below;
+  const Call& call = log.calls[whole.call];
+  const Geometry& made = log.values[part].made;
+  const Tensor all = shown(whole.held, whole.made), copy = at::empty_strided(made.sizes, made.strides, all.options());
+  const int64_t dim = at::maybe_wrap_dim(call.args[1].toInt(), all.dim());
+  int64_t start = 0;
+  for (const Read& one : call.reads) {
+    const int64_t length = log.geometry_of(one).sizes[dim];
+    if (one.value == part) return copy.copy_(all.narrow(dim, start, length));
+    start += length;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
   c10::SmallVector<int, 16> left{v};
@@ -224,11 +284,19 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
+      if (x.as == Value::kPart) {
+        x.held = part_of(log, log.values[x.instead], one), x.copied = true;
+        x.sample = Sample::of(x.held), x.state = Value::kHeld;
+        continue;
+      }
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
       if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
+      if (x.call < 0) continue;
+      if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
+      wait_for(log, one);
       continue;
     }
     x.state = Value::kDropped;
@@ -248,7 +316,7 @@ inline void release(Log& log, int v) {
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
-    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {};
+    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {}, x.code = {};
     if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
 }

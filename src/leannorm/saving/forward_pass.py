@@ -120,7 +120,7 @@ class ForwardPass:
         if self._recorded is not None:
             recorded = self._recorded.close()
             self._recorded_any = self._recorded.seen
-            self._freed_within = self._recorded.seen and not len(recorded)
+            self._freed_within = self._recorded.freed
             self.ledger.add(recorded)
         if self._packing is not None:
             self._packing.seen = self._hook.seen

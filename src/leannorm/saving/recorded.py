@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons
+from leannorm.saving import reasons, rows
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.operators import OPERATORS, Operator
@@ -59,13 +59,50 @@ def _with_flags(flags: Flags, saved: Any) -> Tensor:
         return tensor
 
 
+def _in_rows(tensor: Tensor, flags: Flags) -> bool:
+    """May the gradient of this log-softmax read it some rows at a time?"""
+    try:
+        return rows.fits(tensor, flags)
+    except Exception:  # it is rebuilt as a whole
+        return False
+
+
+class _Rows:
+    """A log-softmax that a recorded pass has dropped."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, saved: Any, shape: list[int], dtype: torch.dtype) -> None:
+        self._saved, self.shape, self.dtype = saved, torch.Size(shape), dtype
+
+    def skip(self) -> None:
+        """A reader needed no rebuild."""
+        NODES.record_skip(self._saved)
+
+    def read(self, flags: Flags | None = None) -> Tensor:
+        """The whole tensor."""
+        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        return tensor
+
+    def source_of_rows(
+        self, cast: Callable[..., Tensor], flags: Flags | None
+    ) -> tuple[Tensor, list[torch.dtype]]:
+        """The tensor whose rows these are made of, and the casts from it on; read once."""
+        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        return made
+
+
+def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
+    return rows.stand_in(_Rows(saved, shape, dtype))
+
+
 if NODES is not None:
     for _name, _row in OPERATORS.items():
         _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
         NODES.set_operator(
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
-    NODES.set_recorded(_with_flags, unpack_others)
+    NODES.set_recorded(_with_flags, unpack_others, _in_rows, _unbuilt)
 
 
 def serves() -> bool:
@@ -89,8 +126,10 @@ class RecordedPass:
     def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
         self._pass.close()
-        self.seen = self._pass.seen() > 0
-        return Recorded(self._pass.saved())
+        made = Recorded(self._pass.saved())
+        self.seen = self._pass.packed()
+        self.freed = self._pass.seen() > 0 and not len(made)
+        return made
 
 
 class Recorded:
