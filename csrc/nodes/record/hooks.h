@@ -72,9 +72,15 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, log.listed.push_back(v);
+  if (!x.listed) {
+    x.listed = true, x.number = static_cast<int>(log.listed.size()), x.weight = x.call < 0 && is_parameter(t);
+    log.listed.push_back(v);
+  }
   const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
   if (leaf) s.tensor = t;
+  const bool planned = log.following.back()->has_place(log, x, t), drops = !planned || log.following.back()->drops(log, x, t);
+  if (log.times) log.times->saved(log, planned ? log.following.back()->place : -1, v, t);
+  if (!drops) keep(log, v, t, log.following.back()->why);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
     if (shows_more && !leaf) s.tensor = alias_of(t);
@@ -82,7 +88,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
-  if (leaf) return owned.release().ptr();
+  if (leaf || !drops) return owned.release().ptr();
   if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
   return owned.release().ptr();
@@ -151,23 +157,33 @@ inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpa
 struct Pass {
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
+  size_t first_call = 0;
+  Follower follower;
   bool open = true;
 
-  Pass(const Policy& policy, py::object flags) {
+  Pass(const Policy& policy, py::object flags, py::object ask) {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
-      log->policy = policy, log->python_flags = std::move(flags);
+      log->python_flags = std::move(flags);
       rules.forget_others();
       at::RecordFunctionCallback callback(&begin, &end);
       log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
       current = log;
     }
     const Log::Lock lock(*log);
-    ++log->passes, first = log->listed.size();
+    ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size();
+    follower.timing = !ask.is_none() && !log->times;
+    if (follower.timing) log->times = std::make_shared<Times>();
+    follower.policy = log->policy = policy, follower.ask = std::move(ask);
+    log->following.push_back(&follower);
   }
+  Pass(const Pass&) = delete;
+  ~Pass() { close(); }
   void close() {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
+    std::erase(log->following, &follower);
+    if (!log->following.empty()) log->policy = log->following.back()->policy;
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
@@ -185,24 +201,31 @@ struct Pass {
                                  x.state == Value::kDropped, static_cast<int>(x.why), x.saves));
     };
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
-      if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);
+      if (const Value& x = log->values[log->listed[i]]; x.refs > 0 && !x.weight) add(x);
     for (const Value& x : log->values) if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
     return rows;
   }
 };
 
 inline void add_record(py::module_ module) {
+  add_plans(module);
   saved_type.tp_dealloc = &forget_saved, saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
   py::class_<Pass>(module, "RecordedPass")
-      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags) {
-             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags));
-           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
+      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags), std::move(ask));
+           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"))
       .def("close", &Pass::close)
       .def("rows", &Pass::rows)
       .def("seen", &Pass::seen)
+      .def("places", [](const Pass& p) { return p.follower.place + 1; })
+      .def("timeline", [](const Pass& p) {
+        const Log::Lock lock(*p.log);
+        return timeline_of(*p.log, p.first_call);
+      })
+      .def("forget_times", [](const Pass& p) { p.log->times.reset(); })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

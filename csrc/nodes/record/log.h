@@ -104,7 +104,7 @@ struct Sample {
 };
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned };
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -123,7 +123,9 @@ struct Value {
   bool copied = false;   // is `held` a copy?
   bool marked = false;   // its counter moved once more behind the call that wrote it
   bool lost = false;     // it was overwritten past the dispatcher
-  bool listed = false;   // among what the pass has saved
+  bool listed = false;   // among what the pass has saved, as its
+  int number = 0;
+  bool weight = false;   // a parameter's memory, which exists without autograd too
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
   int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
   uint64_t seen = 0;     // the last walk that came here, and what it found
@@ -176,6 +178,9 @@ struct Policy {
   int64_t smallest = 1024, much_larger = 32;
 };
 
+struct Follower;
+struct Times;
+
 struct Log {
   std::vector<Value> values;
   std::vector<Call> calls;
@@ -191,6 +196,8 @@ struct Log {
   int64_t largest = 0;      // of what was saved
   bool closed = false;
   int passes = 0;           // that are open and write into it
+  std::vector<Follower*> following;  // one for each pass that is open
+  std::shared_ptr<Times> times;      // if a plan is to be made of the pass
   at::CallbackHandle callback = 0;
   std::recursive_mutex mutex;
 
