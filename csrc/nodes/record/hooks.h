@@ -172,8 +172,7 @@ struct Pass {
     }
     const Log::Lock lock(*log);
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size();
-    follower.timing = !ask.is_none() && !log->times;
-    if (follower.timing) log->times = std::make_shared<Times>();
+    if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     log->following.push_back(&follower);
   }
@@ -183,6 +182,7 @@ struct Pass {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
     std::erase(log->following, &follower);
+    follower.forget_times(*log);
     if (!log->following.empty()) log->policy = log->following.back()->policy;
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
@@ -223,9 +223,8 @@ inline void add_record(py::module_ module) {
       .def("places", [](const Pass& p) { return p.follower.place + 1; })
       .def("timeline", [](const Pass& p) {
         const Log::Lock lock(*p.log);
-        return timeline_of(*p.log, p.first_call);
+        return timeline_of(*p.log, *p.follower.times, p.first_call);
       })
-      .def("forget_times", [](const Pass& p) { p.log->times.reset(); })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

@@ -24,6 +24,11 @@ inline bool is_parameter(const Tensor& t) {
 
 // ---------------------------------------------------------------- the plan
 
+inline Policy by_plan(Policy policy) {
+  policy.sums = policy.row = 1 << 20, policy.runs = 2048, policy.by_plan = true;
+  return policy;
+}
+
 // What a plan says of the tensors that a pass saves, in order: the sign of each, is it dropped, and why it is kept.
 struct Places {
   struct Place {
@@ -50,9 +55,15 @@ struct Follower {
   py::object ask;  // None: nothing is planned
   int place = -1;   // the last one
   size_t first = 0;  // of what the log lists
-  bool timing = false;  // has it begun the log's timeline?
+  std::shared_ptr<Times> times;  // where a plan may be made of the pass
   Why why = Why::kNone;
 
+  // The log notes times as long as an open pass wants them.
+  void forget_times(Log& log) {
+    times.reset(), log.times.reset();
+    for (const Follower* const one : log.following)
+      if (one->times) log.times = one->times;
+  }
   bool has_place(const Log& log, const Value& x, const Tensor& t) const {
     return !ask.is_none() && t.grad_fn() && !x.weight && t.numel() >= log.policy.smallest;
   }
@@ -71,7 +82,8 @@ struct Follower {
     const py::tuple said = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
     plan = said[1].is_none() ? nullptr : said[1].cast<std::shared_ptr<Places>>();
     why = static_cast<Why>(said[2].cast<int>());
-    if (at == 0 && plan && std::exchange(timing, false)) log.times.reset();  // no plan is made of it
+    log.policy = plan ? by_plan(policy) : policy;
+    if (at == 0 && plan) forget_times(log);
     return said[0].cast<bool>();
   }
 };
@@ -160,12 +172,41 @@ inline int64_t groups_of(const Call& call) {
   return call.args.size() > 8 && call.args[8].isInt() ? call.args[8].toInt() : 1;
 }
 
+// Which values are made again, or could be: a plan may also drop what was held only since too much in a row leads to it,
+// as it holds others. `taken`: what that would hold though nobody saves it.
+inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
+  std::vector<bool> makes(log.values.size());
+  for (size_t i = 0; i < makes.size(); ++i) {
+    const auto v = static_cast<int>(i);
+    Value& x = log.values[v];
+    makes[i] = x.state == Value::kDropped;
+    if ((x.why != Why::kTooDeep && x.why != Why::kNotAtHand) || x.state != Value::kHeld || x.saves == 0) continue;
+    const Tensor was = std::exchange(x.held, {});
+    Walk walk(log, v, 0);
+    const bool can = walk.able(v);
+    x.held = was;
+    for (const int one : walk.taken) taken[one] = taken[one] || can;
+    std::vector<int> left{v};
+    while (can && !left.empty()) {
+      const int one = left.back();
+      left.pop_back();
+      if (makes[one] || taken[one] || (one != v && log.values[one].held.defined())) continue;
+      makes[one] = true;
+      for_inputs(log, log.calls[log.values[one].call], [&](int in) { left.push_back(in); });
+    }
+  }
+  return makes;
+}
+
 // The calls from `first` on, all values, and what was saved, as recorded_plan.py reads it.
-inline py::tuple timeline_of(Log& log, size_t first) {
-  Times& times = *log.times;
+inline py::tuple timeline_of(Log& log, const Times& times, size_t first) {
   const auto start = static_cast<int>(std::min(first, log.calls.size()));
   const auto bytes = [](const Geometry& g) { return g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)); };
   py::list calls, values, saves;
+  const Policy before = std::exchange(log.policy, by_plan(log.policy));
+  std::vector<bool> taken(log.values.size());
+  const std::vector<bool> makes = makes_of(log, taken);
+  log.policy = before;
   for (size_t i = start; i < log.calls.size(); ++i) {
     const Call& call = log.calls[i];
     py::list reads;
@@ -179,12 +220,11 @@ inline py::tuple timeline_of(Log& log, size_t first) {
   for (size_t v = 0; v < log.values.size(); ++v) {
     const Value& x = log.values[v];
     std::vector<int> inputs;
-    const bool dropped = x.state == Value::kDropped;
-    if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
-    const bool counts = x.refs > 0 && !x.weight && (x.saves > 0 || x.call >= 0 || x.copied);
+    if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
+    const bool counts = (x.refs > 0 || taken[v]) && !x.weight && (x.saves > 0 || x.call >= 0 || x.copied);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
-                                 v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, dropped, counts, x.copied,
+                                 v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, x.copied,
                                  static_cast<int>(x.why), inputs));
   }
   for (const Times::Save& one : times.saves)

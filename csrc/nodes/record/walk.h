@@ -187,7 +187,7 @@ class Walk {
       if (!(all = all && able(in, depth - 1))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
-      runs += x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
+      runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
     });
     if (!all) return says(Why::kNotAtHand, v);
     sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;

@@ -92,15 +92,21 @@ class RecordedPass:
         self._pass = NODES.RecordedPass(
             policy.products, policy.everything, _SUMS, _CALLS, row, current(), ask
         )
+        self._timeline: tuple[Any, ...] = ()
         self.reasons = Counter[str]()
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
     def close(self) -> list[Row]:
         """Stop recording; what the pass saved, and what of it is still there."""
+        if self._way is not None and self._way.following.whole:
+            self._timeline = self._pass.timeline()
         self._pass.close()
-        seen, rows = self._pass.seen(), list[Row]()
-        for name, shape, dtype, nbytes, dropped, why, saves in self._pass.rows():
+        seen, told, rows = self._pass.seen(), self._pass.rows(), list[Row]()
+        instead = sum(nbytes for *_, nbytes, _, _, saves in told if not saves)  # held to make others
+        for name, shape, dtype, nbytes, dropped, why, saves in told:
+            if dropped and instead:
+                nbytes, instead = max(nbytes - instead, 0), max(instead - nbytes, 0)
             rows.append((name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if saves else ""))
         self.seen = seen > 0
         self.is_mostly_gone = len(rows) < seen / 8
@@ -114,8 +120,8 @@ class RecordedPass:
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self._way is not None
-        return self._way.passed(self._pass.timeline(), self._pass.places(), self.reasons)
+        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
 
     def forget(self) -> None:
         """Let go of what only a plan is made from."""
-        self._pass.forget_times()
+        self._timeline = ()

@@ -68,7 +68,7 @@ class Way:
         timeline = Timeline(told, rates)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
-        whys = {place: self._whys[value.why] for place, value in kept if value.why and not value.dropped}
+        whys = {place: self._whys[value.why] for place, value in kept if value.why and not value.makes}
         return Pass(
             tuple(self.calls(count)), lines, places, hooks=rates.hold * len(timeline.saves), whys=whys
         )

@@ -50,7 +50,8 @@ class Call(NamedTuple):
 
 class Value(NamedTuple):
     """One version of a memory. `storage`: the bytes of that. `gradient`: bits of plan.h. `needed`: does the
-    backward pass read it, or make others of it? `counts`: among the bytes that are held, or rebuilt."""
+    backward pass read it, or make others of it? `makes`: is it made again, or could it be if others were
+    held? `held`: in this pass it is not. `counts`: among the bytes that are held, or rebuilt."""
 
     memory: int
     call: int
@@ -60,7 +61,8 @@ class Value(NamedTuple):
     is_floating: bool
     gradient: int
     needed: bool
-    dropped: bool
+    makes: bool
+    held: bool
     counts: bool
     copied: bool
     why: int
@@ -93,7 +95,7 @@ class Timeline:
     @cached_property
     def until(self) -> dict[int, int]:
         """By memory the last moment of the forward pass at which the program has it."""
-        held = {value.memory for value in self.values if value.needed and not value.dropped}
+        held = {value.memory for value in self.values if value.needed and value.held}
         until = dict[int, int]()
         for i, value in enumerate(self.values):
             last = max(self.read_last.get(i, 0), value.call)
@@ -173,14 +175,14 @@ class Timeline:
             places[value].update([place] if place >= 0 else ())
         index, planned, behind, held = dict[int, int](), list[Planned](), list[tuple[int, ...]](), 0
         runs: dict[int, int] = {}  # of calls several of whose results are made again
-        dropped: dict[int, int] = defaultdict(int)
+        results: dict[int, int] = defaultdict(int)
         for value in self.values:
-            dropped[value.call] += value.needed and value.dropped
+            results[value.call] += value.makes
         for i in self._in_order():
             value, own = self.values[i], tuple(sorted(places[i]))
             first = self.until[value.memory] + 1 if self.born[value.memory] >= 0 else 0
             there = dict(made=first, until=first - 1)
-            if not value.dropped:
+            if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
                 held += value.storage if value.counts and before else 0
                 made = Planned(value.storage if value.counts and not before else 0, None, **there)
@@ -188,7 +190,7 @@ class Timeline:
                 call, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
                 by_result = any(s in call.outs for s in value.inputs)
                 seconds = self.price_of(call, value.inputs, by_result)
-                if dropped[value.call] > 1 and not by_result:
+                if results[value.call] > 1 and not by_result:
                     if value.call not in runs:
                         runs[value.call] = len(planned)
                         planned.append(Planned(None, seconds, made_of))
@@ -222,7 +224,7 @@ class Timeline:
         left = [i for i, value in enumerate(self.values) if value.needed][::-1]
         while left:
             i = left[-1]
-            missing = [s for s in self.values[i].inputs if s not in order] if self.values[i].dropped else []
+            missing = [s for s in self.values[i].inputs if s not in order] if self.values[i].makes else []
             if missing and i not in order:
                 left += missing
                 continue
