@@ -113,6 +113,7 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   if (v < 0) {
     const int fresh = log.new_memory(t, number);
     log.values[fresh].out = out;
+    if (log.times) log.times->saw(fresh, t);
     call.outs.push_back(fresh);
   } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
     log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call had ended
