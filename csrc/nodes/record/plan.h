@@ -64,8 +64,9 @@ struct Follower {
     for (const Follower* const one : log.following)
       if (one->times) log.times = one->times;
   }
+  // Is there a choice? As in `decide`.
   bool has_place(const Log& log, const Value& x, const Tensor& t) const {
-    return !ask.is_none() && t.grad_fn() && !x.weight && t.numel() >= log.policy.smallest;
+    return !ask.is_none() && t.grad_fn() && !x.weight && x.made.numel() >= log.policy.smallest;
   }
   // May this value be dropped? `t`: as it is saved now.
   bool drops(Log& log, const Value& x, const Tensor& t) {
@@ -180,9 +181,10 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
     const auto v = static_cast<int>(i);
     Value& x = log.values[v];
     makes[i] = x.state == Value::kDropped;
-    if ((x.why != Why::kTooDeep && x.why != Why::kNotAtHand) || x.state != Value::kHeld || x.saves == 0) continue;
+    if (x.state != Value::kHeld || x.call < 0 || x.copied) continue;
+    if (x.saves > 0 && x.why != Why::kTooDeep && x.why != Why::kNotAtHand) continue;
     const Tensor was = std::exchange(x.held, {});
-    Walk walk(log, v, 0);
+    Walk walk(log, v, 0, x.saves > 0 ? x.number : std::numeric_limits<int>::max());
     const bool can = walk.able(v);
     x.held = was;
     for (const int one : walk.taken) taken[one] = taken[one] || can;
@@ -221,10 +223,11 @@ inline py::tuple timeline_of(Log& log, const Times& times, size_t first) {
     const Value& x = log.values[v];
     std::vector<int> inputs;
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
-    const bool counts = (x.refs > 0 || taken[v]) && !x.weight && (x.saves > 0 || x.call >= 0 || x.copied);
+    const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `need`
+    const bool counts = (x.refs > 0 || taken[v]) && !x.weight && (x.saves > 0 || x.call >= 0 || copied);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
-                                 v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, x.copied,
+                                 v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
                                  static_cast<int>(x.why), inputs));
   }
   for (const Times::Save& one : times.saves)
