@@ -122,9 +122,9 @@ class ForwardPass:
         """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._recorded is not None:
-            rows = self._recorded.close()
+            recorded = self._recorded.close()
             self._freed_within = self._recorded.is_mostly_gone
-            self.ledger.add(rows)
+            self.ledger.add(recorded)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()

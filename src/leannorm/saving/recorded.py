@@ -97,20 +97,15 @@ class RecordedPass:
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
-    def close(self) -> list[Row]:
+    def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
         if self._way is not None and self._way.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
-        seen, told, rows = self._pass.seen(), self._pass.rows(), list[Row]()
-        instead = sum(nbytes for *_, nbytes, _, _, saves in told if not saves)  # held to make others
-        for name, shape, dtype, nbytes, dropped, why, saves in told:
-            if dropped and instead:
-                nbytes, instead = max(nbytes - instead, 0), max(instead - nbytes, 0)
-            rows.append((name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if saves else ""))
+        seen, recorded = self._pass.seen(), Recorded(self._pass.saved())
         self.seen = seen > 0
-        self.is_mostly_gone = len(rows) < seen / 8
-        return rows
+        self.is_mostly_gone = len(recorded) < seen / 8
+        return recorded
 
     @property
     def calls(self) -> list[Call]:
@@ -125,3 +120,22 @@ class RecordedPass:
     def forget(self) -> None:
         """Let go of what only a plan is made from."""
         self._timeline = ()
+
+
+class Recorded:
+    """What one pass held when it closed: its bytes, and rows once they are read."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+        self.kept: int = saved.held
+        self.rebuilt: int = saved.dropped
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def rows(self) -> list[Row]:
+        """The fields of a `Record` for each tensor."""
+        return [
+            (name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if by_node else "")
+            for name, shape, dtype, nbytes, dropped, why, by_node in self._saved.rows()
+        ]
