@@ -78,6 +78,7 @@ class InPlace(nn.Module):
         return y.relu_()
 
 
+@pytest.mark.usefixtures("by_search")
 @pytest.mark.parametrize("blocks", [4, 12])
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
 def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch, with_and_without_nodes):
@@ -146,6 +147,7 @@ def all_rebuilt(model, x, policy, goal):
     return saved.plan
 
 
+@pytest.mark.usefixtures("by_search")
 def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
     model, x = Bottlenecks(), torch.randn(2, 3, 48, 48)
     conv, leanest = (all_rebuilt(model, x, policy, goal) for policy, goal in ((CONV, 11.0), (LEANEST, 12.0)))
@@ -156,6 +158,7 @@ def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
     assert chosen.overhead <= conv.overhead + 1e-3
 
 
+@pytest.mark.usefixtures("by_search")
 def test_an_activation_in_place_has_the_price_of_one_that_is_not():
     def price(in_place, goal):
         torch.manual_seed(0)
@@ -198,6 +201,7 @@ def test_a_plan_of_a_model_with_dropout_is_none_of_the_one_without():
     assert kept_under_a_budget(0.0, 0.25) < 0.255
 
 
+@pytest.mark.usefixtures("by_search")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("with_and_without_nodes")
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
@@ -330,6 +334,7 @@ def edited():
     return model
 
 
+@pytest.mark.usefixtures("by_search")
 @pytest.mark.usefixtures("with_and_without_nodes")
 @pytest.mark.filterwarnings("ignore:leannorm")
 def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch):
@@ -347,6 +352,7 @@ def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch
     assert not any(said[-3:])
 
 
+@pytest.mark.usefixtures("by_search")
 @pytest.mark.filterwarnings("ignore:leannorm")
 def test_a_plan_of_a_pass_that_could_rebuild_less_is_made_again(monkeypatch):
     monkeypatch.setattr(plans, "_ANEW", 3)

@@ -79,7 +79,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
   if (leaf) s.tensor = t;
   const bool planned = log.following.back()->has_place(log, x, t), drops = !planned || log.following.back()->drops(log, x, t);
-  if (log.times) log.times->saved(log, planned ? log.following.back()->place : -1, v, t);
+  if (log.times) log.times->saved(log, planned, v, t);
   if (!drops) keep(log, v, t, log.following.back()->why);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
@@ -265,7 +265,7 @@ inline void add_record(py::module_ module) {
       .def("places", [](const Pass& p) { return p.follower.place + 1; })
       .def("timeline", [](const Pass& p) {
         const Log::Lock lock(*p.log);
-        return timeline_of(*p.log, *p.follower.times, p.first_call);
+        return timeline_of(*p.log, p.follower, p.first_call);
       })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;

@@ -95,7 +95,7 @@ inline void keep(Log& log, int v, const Tensor& t, Why why) {
   x.why = why;
   if (x.state != Value::kDropped) return;
   x.held = alias_of(t), x.state = Value::kHeld;
-  if (!x.sample.taken) x.sample = Sample::of(shown(x.held, x.made));
+  x.sample = Sample::of(x.held);
   for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
 }
 
@@ -105,6 +105,7 @@ inline void keep(Log& log, int v, const Tensor& t, Why why) {
 struct Times {
   enum : uint8_t { kWants = 1, kHasGradient = 2 };  // of a value: a gradient comes; it is added to one that is there
   struct Save {
+    const Follower* by;
     int place, value, call;
   };
   std::vector<Save> saves;
@@ -127,9 +128,10 @@ struct Times {
     if (wants.size() <= static_cast<size_t>(call)) wants.resize(call + 1);
     if (t.requires_grad() && at < 64) wants[call] |= uint64_t(1) << at;
   }
-  void saved(const Log& log, int place, int v, const Tensor& t) {
+  void saved(const Log& log, bool placed, int v, const Tensor& t) {
     saw(v, t);
-    saves.push_back({place, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
+    const Follower* const by = log.following.back();
+    saves.push_back({by, placed ? by->place : -1, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
   }
   // Whose memory is gone when this call begins?
   void look(const Log& log, int call) {
@@ -201,7 +203,8 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
 }
 
 // The calls from `first` on, all values, and what was saved, as recorded_plan.py reads it.
-inline py::tuple timeline_of(Log& log, const Times& times, size_t first) {
+inline py::tuple timeline_of(Log& log, const Follower& of, size_t first) {
+  const Times& times = *of.times;
   const auto start = static_cast<int>(std::min(first, log.calls.size()));
   const auto bytes = [](const Geometry& g) { return g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)); };
   py::list calls, values, saves;
@@ -231,7 +234,7 @@ inline py::tuple timeline_of(Log& log, const Times& times, size_t first) {
                                  static_cast<int>(x.why), inputs));
   }
   for (const Times::Save& one : times.saves)
-    if (one.call >= start - 1) saves.append(py::make_tuple(one.place, one.value, std::max(one.call - start, 0)));
+    if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
   std::vector<int> died;
   for (const int at : times.died) died.push_back(at < 0 ? -1 : std::max(at - start, 0));
   return py::make_tuple(calls, values, saves, died);

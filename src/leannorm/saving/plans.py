@@ -44,8 +44,10 @@ class _Made:
 
 @dataclass(eq=False)
 class _Entry:
-    """A plan in some sizes; `next`: what the pass behind one that followed it followed; `places`: what C++ reads
-    of it."""
+    """A plan in some sizes; `next`: what the pass behind one that followed it followed.
+
+    `places`: the plan as C++ reads it.
+    """
 
     plan: RebuildPlan
     made: _Made

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.rates import rates_for
@@ -58,7 +57,6 @@ class Way:
             whys = [self._whys.index(self.following.why(place)) for place in range(len(plan.rebuild))]
             entry.places = NODES.Places(plan.made_for.calls, list(plan.rebuild), whys)
         return entry.places
-
 
     def passed(self, told: tuple[Any, ...], count: int, said: Counter[str]) -> Pass:
         """The pass that ends now, by its log, for a plan."""

@@ -1,8 +1,8 @@
 """The log of a pass as the step that the planner reads: when everything is made, read and freed.
 
-Each call is a moment of the forward pass and, mirrored, one of the backward pass. Memory is alive from the call
-that made it until the log saw that it was gone; a gradient from the last reader of a value, which is the first
-in the backward pass, until the call that made the value.
+Each call is a moment of the forward pass and, mirrored, one of the backward pass. Memory is alive from the
+call that made it until the log saw that it was gone; a gradient from the last reader of a value, which is the
+first in the backward pass, until the call that made the value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WANTS, _HAS_GRADIENT = 1, 2  # as in plan.h
 
 
 class Read(NamedTuple):
-    """A call's tensor: the value, its bytes as they are read, does it want a gradient, which argument is it."""
+    """A call's tensor: its bytes as they are read, does it want a gradient, which argument is it."""
 
     value: int
     nbytes: int
@@ -38,7 +38,7 @@ class Read(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of an operator, as plan.h tells it."""
+    """One call of an operator. `operations`, `groups`: of a product or a convolution."""
 
     name: str
     operations: int
@@ -74,7 +74,7 @@ class Timeline:
 
     def __init__(self, told: tuple[Any, ...], rates: Rates) -> None:
         calls, values, self.saves, self._died = told
-        self.calls = [Call(*call[:4], [Read(*read) for read in call[4]], call[5]) for call in calls]
+        self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         self.values, self.rates = [Value(*value) for value in values], rates
         self.forward = max(len(self.calls), 1)
         self.born: dict[int, int] = {}  # by memory: the call that made it; -1: it was there before
@@ -170,7 +170,7 @@ class Timeline:
 
     def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
         """The lines of the step, and the places of the tensors behind each of its values."""
-        places: dict[int, set[int]] = defaultdict(set)
+        saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
         for place, value, _ in self.saves:
             places[value].update([place] if place >= 0 else ())
         index, planned, behind, held = dict[int, int](), list[Planned](), list[tuple[int, ...]](), 0
@@ -181,11 +181,10 @@ class Timeline:
         for i in self._in_order():
             value, own = self.values[i], tuple(sorted(places[i]))
             first = self.until[value.memory] + 1 if self.born[value.memory] >= 0 else 0
-            there = dict(made=first, until=first - 1)
             if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
                 held += value.storage if value.counts and before else 0
-                made = Planned(value.storage if value.counts and not before else 0, None, **there)
+                made = Planned(value.storage if value.counts and not before else 0, None)
             else:
                 call, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
                 by_result = any(s in call.outs for s in value.inputs)
@@ -197,10 +196,10 @@ class Timeline:
                         behind.append(())
                     seconds, made_of = 0.0, (runs[value.call],)
                 seconds += self.rates.rebuild * len(own)
-                nbytes = value.storage if self._is_saved(i) else None
-                made = Planned(nbytes, seconds, made_of, again=value.nbytes, **there)
+                nbytes = value.storage if i in saved else None
+                made = Planned(nbytes, seconds, made_of, again=value.nbytes)
             index[i] = len(planned)
-            planned.append(made)
+            planned.append(made._replace(made=first, until=first - 1))
             behind.append(own)
         reads: dict[int, dict[int, None]] = defaultdict(dict)
         for _, value, call in self.saves:
@@ -210,13 +209,6 @@ class Timeline:
         stock = frozenset(range(len(planned)))
         step = Step(planned, self.forward, backward, self.memory, stock, self.seconds, held)
         return Lines(step), tuple(behind)
-
-    @cached_property
-    def _saved(self) -> set[int]:
-        return {value for _, value, _ in self.saves}
-
-    def _is_saved(self, i: int) -> bool:
-        return i in self._saved
 
     def _in_order(self) -> list[int]:
         """All that the backward pass needs, each behind what it is made of."""
