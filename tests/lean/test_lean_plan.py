@@ -147,8 +147,7 @@ def all_rebuilt(model, x, policy, goal):
     return saved.plan
 
 
-@pytest.mark.usefixtures("by_search")
-def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
+def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes(by_search):
     model, x = Bottlenecks(), torch.randn(2, 3, 48, 48)
     conv, leanest = (all_rebuilt(model, x, policy, goal) for policy, goal in ((CONV, 11.0), (LEANEST, 12.0)))
     assert conv.ratio < 0.6
@@ -158,8 +157,7 @@ def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
     assert chosen.overhead <= conv.overhead + 1e-3
 
 
-@pytest.mark.usefixtures("by_search")
-def test_an_activation_in_place_has_the_price_of_one_that_is_not():
+def test_an_activation_in_place_has_the_price_of_one_that_is_not(by_search):
     def price(in_place, goal):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.SiLU(in_place), nn.Conv2d(32, 8, 1))
