@@ -108,10 +108,13 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
   if (!x.listed && !x.parameter) {
     x.parameter = is_parameter(t);
-    if (!x.parameter) x.listed = true, log.listed.push_back(v);
+    if (!x.parameter) x.listed = true, x.number = static_cast<int>(log.listed.size()), log.listed.push_back(v);
   }
   const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
   if (leaf) s.tensor = t, log.leaves[v].push_back(&s.tensor);
+  const bool planned = log.following.back()->has_place(log, x, t), drops = !planned || log.following.back()->drops(log, x, t);
+  if (log.times) log.times->saved(log, planned, v, t);
+  if (!drops) keep(log, v, t, log.following.back()->why);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
     if (shows_more && !leaf) s.tensor = alias_of(t);
@@ -124,8 +127,8 @@ inline PyObject* pack(PyObject*, PyObject* given) {
     return owned.release().ptr();
   }
   const bool waits = !log.open.empty() && x.call == log.open.back();
-  if (waits && !leaf) log.calls[x.call].waiting.push_back(v);
-  else if (!leaf) decide(log, v);
+  if (waits && !leaf && drops) log.calls[x.call].waiting.push_back(v);
+  else if (!leaf && drops) decide(log, v);
   wait_for(log, v);
   if (leaf) return owned.release().ptr();
   if (may_be_in_rows(log, log.values[v])) {
@@ -260,13 +263,15 @@ struct Pass {
 
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
+  size_t first_call = 0;
   int64_t first_pack = 0;
+  Follower follower;
   bool open = true;
 
-  Pass(const Policy& policy, py::object flags) {
+  Pass(const Policy& policy, py::object flags, py::object ask) {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
-      log->policy = policy, log->python_flags = std::move(flags);
+      log->python_flags = std::move(flags);
       log->values.reserve(last_values), log->calls.reserve(last_calls);  // as many as the last pass had
       rules.forget_others();
       at::RecordFunctionCallback callback(&begin, &end);
@@ -274,12 +279,20 @@ struct Pass {
       current = log;
     }
     const Log::Lock lock(*log);
-    ++log->passes, first = log->listed.size(), first_pack = log->packs;
+    ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs;
+    if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
+    follower.policy = log->policy = policy, follower.ask = std::move(ask);
+    log->following.push_back(&follower);
   }
+  Pass(const Pass&) = delete;
+  ~Pass() { close(); }
   void close() {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
     encode_freed(*log, /*all=*/true);
+    std::erase(log->following, &follower);
+    follower.forget_times(*log);
+    if (!log->following.empty()) log->policy = log->following.back()->policy;
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
@@ -309,6 +322,7 @@ struct Pass {
 };
 
 inline void add_record(py::module_ module) {
+  add_plans(module);
   saved_type.tp_dealloc = &forget_saved, saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
@@ -324,9 +338,9 @@ inline void add_record(py::module_ module) {
       .def("__len__", [](const Saved& s) { return s.tensors.size(); })
       .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
-      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags) {
-             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags));
-           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
+      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags), std::move(ask));
+           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("packed", &Pass::packed)
@@ -335,6 +349,11 @@ inline void add_record(py::module_ module) {
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
       .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
+      .def("places", [](const Pass& p) { return p.follower.place + 1; })
+      .def("timeline", [](const Pass& p) {
+        const Log::Lock lock(*p.log);
+        return timeline_of(*p.log, p.follower, p.first_call);
+      })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

@@ -115,7 +115,7 @@ struct Sample {
 struct Code;  // encode.h
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned };
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -135,7 +135,8 @@ struct Value {
   bool copied = false;   // is `held` a copy?
   bool marked = false;   // its counter moved once more behind the call that wrote it
   bool lost = false;     // it was overwritten past the dispatcher
-  bool listed = false;   // among what the pass has saved
+  bool listed = false;   // among what the pass has saved, as its
+  int number = 0;
   bool in_rows = false;    // may its gradient read it some rows at a time?
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
   // Of a value that nobody has saved, and that is held to make one that is dropped:
@@ -195,6 +196,7 @@ struct Policy {
   bool products = false, everything = false;
   int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
   int64_t smallest = 1024, much_larger = 32;
+  bool by_plan = false;  // what is in a row was planned: `runs` bounds the longest chain of calls alone
 };
 
 // A value that is held and might be in fewer bytes, once nobody else has its memory: it is looked at now and then.
@@ -205,6 +207,9 @@ struct Waiting {
 };
 
 inline thread_local bool busy = false;  // does this thread make calls again itself?
+
+struct Follower;
+struct Times;
 
 struct Log {
   std::vector<Value> values;
@@ -225,6 +230,8 @@ struct Log {
   std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;
   int passes = 0;           // that are open and write into it
+  std::vector<Follower*> following;  // one for each pass that is open
+  std::shared_ptr<Times> times;      // if a plan is to be made of the pass
   at::CallbackHandle callback = 0;
   std::atomic<const void*> owner = nullptr;  // the thread that reads or writes it, by an address of its own
   int depth = 0;

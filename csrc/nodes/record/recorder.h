@@ -2,7 +2,7 @@
 // runs, and with its results when it has run.
 #pragma once
 
-#include "walk.h"
+#include "plan.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -29,6 +29,7 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
       else log.values[v].call = -1;
     }
   }
+  if (log.times) log.times->read(static_cast<int>(log.calls.size()) - 1, call.reads.size(), v, t);
   call.reads.push_back({at, place, v, geometry});
 }
 
@@ -77,8 +78,12 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
-  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) log.begin_anew();
+  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) {
+    log.begin_anew();
+    if (log.times) log.times->clear();
+  }
   const int number = static_cast<int>(log.calls.size());
+  if (log.times) log.times->look(log, number);
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // as long as it is not read whole
   Call call;
@@ -108,6 +113,7 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   if (v < 0) {
     const int fresh = log.new_memory(t, number);
     log.values[fresh].out = out;
+    if (log.times) log.times->saw(fresh, t);
     call.outs.push_back(fresh);
   } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
     log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call had ended

@@ -116,7 +116,10 @@ inline bool is_costly(const Log& log, const Call& call) {
 
 class Walk {
  public:
-  Walk(Log& log, int top, int64_t may_hold) : log_(log), top_(top), may_hold_(may_hold) { ++log.stamp; }
+  // `before`: what was saved from this number on is not at hand.
+  Walk(Log& log, int top, int64_t may_hold, int before = std::numeric_limits<int>::max()) : log_(log), top_(top), before_(before), may_hold_(may_hold) {
+    ++log.stamp;
+  }
 
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
@@ -124,7 +127,7 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v));
+    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v)) && (x.saves == 0 || x.number < before_);
     if (x.state == Value::kDropped) return true;
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
@@ -134,7 +137,7 @@ class Walk {
 
  private:
   Log& log_;
-  const int top_;
+  const int top_, before_;
   int64_t may_hold_;  // bytes
 
   bool says(Why reason, int v) {
@@ -213,7 +216,7 @@ class Walk {
       if (!(all = all && (able(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
-      runs += x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
+      runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
     });
     if (!all) return says(Why::kNotAtHand, v);
     sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;

@@ -7,6 +7,7 @@ the table of operators, and says in words what the pass kept.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ from leannorm.saving import reasons, rows
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.operators import OPERATORS, Operator
+from leannorm.saving.plan import Call, Pass
+from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
+from leannorm.saving.recorded_plan import Way
 from leannorm.saving.unpacking import unpack as unpack_others
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
@@ -38,8 +42,10 @@ _WHYS = (
     reasons.SMALLER,
     reasons.UNSEEN,
     reasons.OTHER_FLAGS,
+    reasons.PLANNED,
 )
-_SUMS, _CALLS, _PRODUCTS = 2, 32, 2  # in a row: what is rebuilt at once
+_SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
+_PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
 
 def _kind(row: Operator) -> int:
@@ -116,20 +122,41 @@ def serves() -> bool:
 class RecordedPass:
     """One pass, from its making to `close`."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, following: Following | None) -> None:
+        row = _PRODUCTS_OF_A_PLAN if policy.everything else _PRODUCTS
+        self._way = None if following is None else Way(following, _WHYS)
+        ask = None if self._way is None else self._way.ask
         self._pass = NODES.RecordedPass(
-            policy.products, policy.everything, _SUMS, _CALLS, _PRODUCTS, current()
+            policy.products, policy.everything, _SUMS, _CALLS, row, current(), ask
         )
+        self._timeline: tuple[Any, ...] = ()
+        self.reasons = Counter[str]()
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
     def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
+        if self._way is not None and self._way.following.whole:
+            self._timeline = self._pass.timeline()
         self._pass.close()
-        made = Recorded(self._pass.saved())
+        seen, recorded = self._pass.seen(), Recorded(self._pass.saved())
         self.seen = self._pass.packed()
-        self.freed = self._pass.seen() > 0 and not len(made)
-        return made
+        self.is_mostly_gone = len(recorded) < seen / 8
+        return recorded
+
+    @property
+    def calls(self) -> list[Call]:
+        """What the pass saved and a plan has a say in."""
+        return [] if self._way is None else self._way.calls(self._pass.places())
+
+    def passed(self) -> Pass:
+        """What this pass saved, from which plans are made."""
+        assert self._way is not None
+        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
+
+    def forget(self) -> None:
+        """Let go of what only a plan is made from."""
+        self._timeline = ()
 
 
 class Recorded:
