@@ -3,6 +3,7 @@
 
 #include "../flags.h"
 #include "freed.h"
+#include "limit.h"
 #include "recorder.h"
 #include "softmax_rows.h"
 
@@ -87,12 +88,13 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
   if (current) ++current->packs;
   if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
+    if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
   Log& log = *current;
   const Log::Lock lock(log);
-  encode_freed(log);
+  if (!log.limit) encode_freed(log);  // which decides later what is dropped
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
   if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // both would be kept
@@ -118,10 +120,11 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
   const bool waits = !log.open.empty() && x.call == log.open.back();
-  if (waits && !leaf) log.calls[x.call].waiting.push_back(v);
-  else if (!leaf) decide(log, v);
+  if (leaf) return wait_for(log, v), owned.release().ptr();
+  if (log.limit) log.limit->saved(log, x.storage_bytes);
+  else if (waits) log.calls[x.call].waiting.push_back(v);
+  else decide(log, v);
   wait_for(log, v);
-  if (leaf) return owned.release().ptr();
   if (may_be_in_rows(log, log.values[v])) {
     const Below below;
     const bool fits = python().in_rows(py::reinterpret_borrow<py::object>(given), log.python_flags).cast<bool>();
@@ -180,7 +183,10 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
     if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
   }
   const at::AutoGradMode mode(false);
-  return THPVariable_Wrap(rebuilt(s));
+  const auto limit = s.log->limit;
+  py::object tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(rebuilt(s)));
+  if (limit) limit->reads(s.log->values[s.value].storage_bytes);
+  return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 // For `Unbuilt`: a reader needs no rebuild, and what the rows are made of.
@@ -270,8 +276,10 @@ struct Pass {
   void close() {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
-    encode_freed(*log, /*all=*/true);
+    if (!log->limit) encode_freed(*log, /*all=*/true);
     if (--log->passes > 0) return;
+    if (log->limit) log->limit->forward_ends(*log);
+    encode_freed(*log, /*all=*/true);
     at::removeCallback(log->callback);
     log->waiting = {}, log->leaves.clear();
     last_values = log->values.size(), last_calls = log->calls.size();
@@ -303,6 +311,11 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>()).def_property_readonly("beyond", [](const Learned& l) { return l.beyond.load(); });
+  module.def("bytes_in_use", [] {
+    const InUse now = InUse::now();
+    return py::make_tuple(now.allocated, now.free, InUse::read_resident());
+  });
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)
       .def_readonly("dropped", &Saved::dropped)
@@ -316,6 +329,10 @@ inline void add_record(py::module_ module) {
       .def("saved", &Pass::saved)
       .def("packed", &Pass::packed)
       .def("seen", &Pass::seen)
+      .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
+        p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
+      })
+      .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
