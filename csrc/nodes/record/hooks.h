@@ -94,7 +94,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   Log& log = *current;
   const Log::Lock lock(log);
-  encode_freed(log);
+  if (!log.limit) encode_freed(log);  // which decides later what is dropped
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
   if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // both would be kept
@@ -289,7 +289,7 @@ struct Pass {
   void close() {
     if (!std::exchange(open, false)) return;
     const Log::Lock lock(*log);
-    encode_freed(*log, /*all=*/true);
+    if (!log->limit) encode_freed(*log, /*all=*/true);
     std::erase(log->following, &follower);
     follower.forget_times(*log);
     if (!log->following.empty()) log->policy = log->following.back()->policy;
