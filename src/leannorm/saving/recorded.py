@@ -113,7 +113,7 @@ if NODES is not None:
 
 def serves() -> bool:
     """Can the log see what a pass in this thread does? It records operators on one process's CPU tensors."""
-    if NODES is None or os.environ.get("LEANNORM_RECORD", "0") != "1":
+    if NODES is None or os.environ.get("LEANNORM_RECORD", "1") != "1":
         return False
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not (ranks or torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
