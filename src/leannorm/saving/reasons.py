@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -15,6 +15,9 @@ from leannorm.planning.goal import Goal
 from leannorm.planning.plan import Plan
 from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
+
+if TYPE_CHECKING:
+    from leannorm.saving.plan import RebuildPlan
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -130,6 +133,7 @@ OF_THE_PASS = {
 
 
 _LEAST = 0.05  # of all bytes
+_FEWER, _LOWER = 0.8, 0.95  # of plain PyTorch's bytes and peak: more is no fewer, and no lower
 
 
 def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
@@ -195,6 +199,19 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
             " again"
         )
     return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1), compiled)
+
+
+def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
+    """That a budget or an overhead keeps fewer bytes and lowers no peak, if it is so."""
+    asked = "budget" if goal.budget is not None else "overhead"
+    if goal.peak is not None or goal.worth is not None or plan.ratio > _FEWER or plan.peak_ratio < _LOWER:
+        return None
+    return (
+        f"this {asked} frees memory between forward and backward and lowers no peak: {plan.ratio:.2f} of the"
+        f" bytes are kept, the peak of a step is {plan.peak_ratio:.2f} of plain PyTorch's, and a step takes"
+        f" {plan.overhead:.0%} more time; if memory runs out, ask for the peak instead, as peak=0.8 or"
+        ' peak="8GiB"'
+    )
 
 
 def missed(share: float, planned: float, another: bool) -> str:
