@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Moments, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, Moments, Running, kept_of
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import native
 from leannorm.ops.backends.aten_rows import AtenRows
@@ -26,7 +26,7 @@ from leannorm.ops.backends.reference import _SLICE, activation_grad
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.precision import compute_dtype, statistics_dtype
 
-_SMALL = 1 << 12  # values of a sample: fewer are not worth calls of their own
+_SMALL = 1 << 12  # values, of a sample or of all: the reference takes no longer for fewer
 
 
 def _is_exact(x: Tensor, epilogue: Epilogue) -> bool:
@@ -59,6 +59,10 @@ class Scaling(NamedTuple):
     def of(cls, a: Tensor, b: Tensor, dtype: torch.dtype) -> Scaling:
         a, b = a.to(dtype), b.to(dtype)
         return cls(a, b, torch.zeros_like(a[0]), torch.ones_like(a[0]))
+
+    def of_one_sample(self) -> Scaling:
+        a, b = self.a.reshape(1, -1), self.b.reshape(1, -1)
+        return Scaling(a, b, torch.zeros_like(a[0]), torch.ones_like(a[0]))
 
     def __call__(self, part: slice, x: Tensor, out: Tensor | None = None) -> Tensor:
         at = part.start if self.a.shape[0] > 1 else 0
@@ -151,6 +155,8 @@ class Aten(AtenRows):
         if mask is not None or groups < 0 or small or not native.serves(x):
             return super().channel_moments(x, groups, mask)
         found = None if per_sample else native.batch_moments(x)
+        if found is None and x.numel() < _SMALL:
+            return super().channel_moments(x, groups)
         if found is not None:
             mean, var = (v.to(statistics_dtype(x)) for v in found)
             return Moments(mean, var * (x.numel() // x.shape[1]), x.numel() // x.shape[1])
@@ -195,8 +201,10 @@ class Aten(AtenRows):
         tensors = mean, kept.rstd, kept.weight, kept.bias, kept.residual, kept.output
         if kept.mask is not None or not native.serves(x, *tensors, *others):
             return None
-        if mean.dim() == 2 and (mean.shape[0] != x.shape[0] or x[0].numel() < _SMALL or x.dim() == 2):
+        if mean.dim() == 2 and (mean.shape[0] != x.shape[0] or x.dim() == 2):
             return None
+        if mean.dim() == 2 and x[0].numel() < _SMALL and not x.is_contiguous():
+            return None  # a call for each sample
         return _Channels(kept) if native.usual(mean, kept.rstd) else None
 
     @torch.no_grad()
@@ -205,8 +213,14 @@ class Aten(AtenRows):
         if pieces is None:
             return super().channel_normalize(kept)
         cheap = kept.act in ("identity", "relu")  # others have temporaries of their own
-        if cheap and pieces.high is None and not pieces.per_sample and _is_exact(kept.x, kept.epilogue()):
-            return _behind(pieces.scale_and_shift(slice(None), kept.x), kept.epilogue())
+        if cheap and pieces.high is None and _is_exact(kept.x, kept.epilogue()):
+            if not pieces.per_sample:
+                return _behind(pieces.scale_and_shift(slice(None), kept.x), kept.epilogue())
+            if kept.x.is_contiguous():  # the channels of all samples as those of one
+                z = pieces.scale_and_shift.of_one_sample()(
+                    slice(0, 1), kept.x.view(1, pieces.mean.numel(), -1)
+                )
+                return _behind(z.view_as(kept.x), kept.epilogue())
         y = torch.empty_like(kept.x)
         for part in pieces.parts():
             out = y[part] if y.dtype == pieces.dtype else None
@@ -221,7 +235,7 @@ class Aten(AtenRows):
 
     @torch.no_grad()
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
-        pieces = self._pieces(kept, dy)
+        pieces = None if kept.x.numel() < _SMALL else self._pieces(kept, dy)
         if pieces is None:
             return super().channel_grad_sums(dy, kept)
         axes, sums = _axes(dy, pieces.per_sample), []
@@ -253,6 +267,9 @@ class Aten(AtenRows):
         if kept.weight is not None:
             a = a * kept.weight.to(a.dtype)
         of_dz, of_x = Scaling.of(a, torch.zeros_like(a), pieces.dtype), None
+        if means is None and kept.act == "identity" and not pieces.per_sample and native.dense(kept.x):
+            dy = like(kept.x, dy)
+            return of_dz(slice(None), dy), dy if want_dz else None
         if means is not None:
             p, q = map(pieces.of_channels, means)
             b = -rstd * rstd * q
@@ -281,17 +298,13 @@ class Aten(AtenRows):
         running: Running | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        weight, bias, residual, _ = epilogue = Epilogue(*epilogue)
-        plain = groups >= 0 and mask is None and native.serves(x, weight, bias, residual)
-        made = None
-        if plain and _is_exact(x, epilogue):
-            made = native.channel_forward(x, weight, bias, eps, groups)
+        weight, bias, residual, _ = epilogue
+        plain = groups > 0 and mask is None and running is None and native.serves(x, weight, bias, residual)
+        made = native.group_moments(x, eps, groups) if plain else None
         if made is None:
             return super().channel_forward(x, epilogue, eps, groups, running, mask)
-        y, mean, m2, rstd = made
-        if running is not None:
-            self.move_running(running, Moments(mean, m2, x.numel() // mean.numel()))
-        return _behind(y, epilogue), mean, m2, rstd, None
+        mean, m2, rstd = made
+        return self.channel_normalize(kept_of(x, mean, rstd, Epilogue(*epilogue))), mean, m2, rstd, None
 
     @torch.no_grad()
     def channel_backward(
@@ -305,12 +318,18 @@ class Aten(AtenRows):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         x, weight = kept.x, kept.weight
         tensors = dy, kept.mean, kept.rstd, weight, kept.bias, kept.residual, kept.output
-        plain = into is None and kept.mask is None and groups >= 0 and native.serves(x, *tensors)
-        wide = weight is not None and weight.dtype == torch.float64 != x.dtype
+        plain = not constant and kept.mask is None and groups >= 0 and native.serves(x, *tensors)
+        wide = weight is not None and weight.dtype == torch.float64 != x.dtype  # its gradients are exact
+        if kept.act not in ("identity", "relu") and x.dtype != compute_dtype(x):
+            wide = True  # a rounded z may be on the other side of where the derivative jumps
         if not plain or wide or not native.dense(x) or not native.near(kept.mean, kept.rstd):
             return super().channel_backward(dy, kept, groups, want_dz, constant, into)
         dz = self._dz(like(x, dy), kept)
-        return *native.channel_backward(dz, kept, groups, constant), dz if want_dz else None
+        dx, dweight, dbias = native.channel_backward(dz, kept, groups)
+        if native.adds_in_a_row(x):
+            sums = self.channel_grad_sums(dy, kept)
+            dbias, dweight = ((s.sum(0) if groups else s).to(dweight.dtype) for s in sums)
+        return dx, dweight, dbias, dz if want_dz else None
 
     def _dz(self, dy: Tensor, kept: KeptByChannelNorm) -> Tensor:
         """The gradient before the activation, in x's dtype and layout."""

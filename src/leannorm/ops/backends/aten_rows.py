@@ -54,7 +54,7 @@ class AtenRows(Backend):
         for part in _row_parts(flat, size):
             z = flat[part].to(dtype)
             square = z.square().sum([*range(1, flat.dim())], keepdim=True)
-            rstd[part] = square.div_(size).add_(rows.eps).rsqrt_()
+            rstd[part] = (square.to(statistics_dtype(x)) / size + rows.eps).rsqrt_().to(dtype)
             z = z * rstd[part]
             if rows.cast_before:
                 z = rounded_then_weighted(z.to(x.dtype), weight, rows.weight_offset, 1, flat.dim())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from leannorm._types import KeptByChannelNorm, Maybe
+from leannorm._types import KeptByChannelNorm
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded, traced, transformed
 from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
@@ -51,9 +51,14 @@ def serves(x: Tensor, *others: Tensor | None) -> bool:
     return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
 
 
+def adds_in_a_row(x: Tensor) -> bool:
+    """Does torch add up a channel one value after the other? It does in channels_last."""
+    return x.dtype == compute_dtype(x) and memory_format(x) != torch.contiguous_format
+
+
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """Mean and variance of every channel; None where torch's lose digits."""
-    if not dense(x):
+    if not dense(x) or adds_in_a_row(x):
         return None
     unused = torch.zeros(x.shape[1], dtype=compute_dtype(x))  # half precision asks for float32 by them
     mean, var = _ATEN.batch_norm_update_stats(x, unused, unused.clone(), 1.0)
@@ -69,46 +74,30 @@ def batch_moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
     return mean, var
 
 
-def channel_forward(
-    x: Tensor, weight: Maybe, bias: Maybe, eps: float, groups: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """y, mean, M2 and rstd of every channel, or of every group of every sample."""
-    dtype, wide, (samples, channels) = compute_dtype(x), statistics_dtype(x), x.shape[:2]
-    gamma = torch.ones(channels, dtype=dtype) if weight is None else weight.to(dtype)
-    beta = torch.zeros(channels, dtype=dtype) if bias is None else bias.to(dtype)
-    if not groups:
-        found = batch_moments(x)
-        if found is None:
-            return None
-        y: Tensor = torch.native_batch_norm(x, gamma, beta, *found, False, 0.0, eps)[0]
-        mean, var = found[0].to(wide), found[1].to(wide)
-        return y, mean, var * (x.numel() // channels), (var + eps).rsqrt_()
+def group_moments(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Mean, M2 and rstd of every group of every sample; None where torch's lose digits."""
     if not dense(x):
         return None
-    count = x.numel() // (samples * channels)
-    y, mean, rstd = torch.native_group_norm(x, gamma, beta, samples, channels, count, groups, eps)
+    dtype, wide, (samples, channels) = compute_dtype(x), statistics_dtype(x), x.shape[:2]
+    one, count = torch.ones(channels, dtype=dtype), x.numel() // (samples * channels)
+    _, mean, rstd = torch.native_group_norm(x, one, one, samples, channels, count, groups, eps)
     if not near(mean, rstd):
         return None
     mean, rstd = mean.to(wide), rstd.to(wide)
     var = rstd.pow(-2) - eps
     if not bool(var.min() > _OF_EPS * eps):
         return None
-    return y, mean, var * (count * channels // groups), rstd
+    return mean, var * (count * channels // groups), rstd
 
 
-def channel_backward(
-    dz: Tensor, kept: KeptByChannelNorm, groups: int, constant: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def channel_backward(dz: Tensor, kept: KeptByChannelNorm, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of batch and group norm, from usual statistics that are not far from 0."""
     x, weight = kept.x, kept.weight
     dtype = compute_dtype(x)
     mean, rstd = kept.mean.to(dtype), kept.rstd.to(dtype)
     gamma = torch.ones(x.shape[1], dtype=dtype) if weight is None else weight.to(dtype)
     wanted = [True, True, True]
-    if constant:
-        given = mean, kept.rstd.pow(-2).to(dtype), None, None, False, 0.0
-        made = _ATEN.native_batch_norm_backward(dz, x, gamma, *given, wanted)
-    elif not groups:
+    if not groups:
         given_by_batch = None, None, mean, rstd, True, 0.0
         made = _ATEN.native_batch_norm_backward(dz, x, gamma, *given_by_batch, wanted)
     else:
