@@ -76,7 +76,7 @@ class CompileReport(Report):
         if len(frames) > 1:
             reasons.append(
                 f"{len(frames)} pieces were compiled, each planned by itself; if they are of one model, what"
-                " one hands to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
+                " one hands to the next is kept: TORCH_LOGS=graph_breaks says where it breaks"
             )
         return list(dict.fromkeys(reasons))
 
