@@ -146,7 +146,7 @@ def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
             gradient(lean(held=BY[hooks]))
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. .* is held, since")
+@pytest.mark.filterwarnings("ignore:leannorm. .* is kept, since")
 def test_a_sparse_tensor_stays_where_it_is():
     def gradient(context):
         x = torch.eye(64).to_sparse().requires_grad_()

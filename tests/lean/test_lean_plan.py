@@ -231,7 +231,7 @@ class Norms(nn.Module):
 
 
 def steps_of(model, inputs, **goal):
-    """Of each step the share that it kept, of stock's bytes, and its context."""
+    """Of each step the share that it kept, of the bytes, and its context."""
     told = []
     for x in inputs:
         saved = lean(**goal)
@@ -343,7 +343,7 @@ def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch
         model.edits = i in (2, 3)
         ((share, saved),) = steps_of(model, [x], budget=0.5)
         shares.append(share)
-        said.append(any("more is held than the plan" in reason for reason in saved.reasons))
+        said.append(any("more is kept than the plan" in reason for reason in saved.reasons))
     assert shares[2] > shares[1] + 0.1
     assert said[2]
     assert shares[-1] == pytest.approx(shares[1], abs=0.02)

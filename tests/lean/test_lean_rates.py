@@ -97,7 +97,7 @@ def test_where_nothing_can_be_written_the_table_serves_and_says_so(file, monkeyp
     with pytest.warns(UserWarning, match="prices come from the table"), lean(overhead=1e3) as saved:
         loss = model(torch.randn(64, 64)).sum()
     loss.backward()
-    assert saved.reasons == [why]
+    assert why in saved.reasons
 
 
 def test_what_was_measured_beside_other_work_is_not_kept(monkeypatch, tmp_path):

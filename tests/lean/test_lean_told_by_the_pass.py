@@ -201,7 +201,7 @@ def test_a_kind_of_step_is_tried_on_two_tensors(monkeypatch, by_search):
     assert counts[1] == counts[3] == 0
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is held than the plan)")
+@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept than the plan)")
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
 @pytest.mark.parametrize("first", [True, False], ids=["contiguous first", "preserved first"])
 def test_copies_of_other_memory_formats_in_the_middle_of_a_rebuild(dtype, first):
@@ -246,7 +246,7 @@ def test_zeros_of_two_signs_are_two_constants():
 # ---------------------------------------------------------------- edits
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is held than the plan)")
+@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept than the plan)")
 def test_the_copy_that_an_edit_in_place_keeps():
     """Of a tensor that a log has saved, and that the edit is about to change."""
 
@@ -263,7 +263,7 @@ def test_the_copy_that_an_edit_in_place_keeps():
         assert_as_stock(program, **setting)
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is held than the plan)")
+@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept than the plan)")
 @pytest.mark.parametrize("budget", [0.05, 0.5])
 def test_a_sum_that_might_have_been_in_place(budget):
     """The version tells of one edit; whether it is the sum's own, the node does not tell."""

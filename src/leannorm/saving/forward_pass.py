@@ -213,7 +213,9 @@ class ForwardPass:
             whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
-        whole += [reason for reason in (self._missed(plan), self._of_plans) if reason is not None]
+        goal = self._settings.goal
+        peak = None if goal is None or plan is None else reasons.of_peak(goal, plan)
+        whole += [reason for reason in (self._missed(plan), self._of_plans, peak) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in counts.items()
