@@ -77,6 +77,12 @@ def by_search(monkeypatch):
     monkeypatch.setenv("LEANNORM_RECORD", "0")
 
 
+@pytest.fixture
+def searched(monkeypatch):
+    """`lean()` reads autograd's nodes, as it does where operators are not recorded."""
+    monkeypatch.setenv("LEANNORM_RECORD", "0")
+
+
 @pytest.fixture(params=["nodes", "python"])
 def with_and_without_nodes(request, monkeypatch):
     """Are the C++ nodes there? They tell more; without them other evidence has to do."""
