@@ -127,7 +127,7 @@ def test_what_is_rebuilt_is_made_once_for_all_of_its_readers():
 
 
 def test_who_saves_a_view_of_a_weight_reads_the_weight():
-    """A small weight is copied for what is made of it; a node that saves a view of it sees an edit by `.data`."""
+    """It is copied for what is made of it; a node that saves a view of it sees an edit through .data."""
     found = []
     for context in (nullcontext, lean):
         weight = torch.linspace(-1, 2, 48 * 48).reshape(48, 48).requires_grad_()
