@@ -17,7 +17,8 @@ struct SavedObject {
   std::shared_ptr<Log> log;
   std::optional<Geometry> geometry;  // none: as the value was made
   std::optional<c10::VariableVersion> counter;
-  Tensor tensor;
+  Tensor tensor, original;  // kept as it is; under verify, what a rebuild is compared with
+  py::object spec, layer;   // how ranks share the DTensor whose local tensor the value is; the layer that saved it
   uint32_t version;
   int value;
 };
@@ -47,9 +48,97 @@ inline PyObject* new_saved() {
   if (s == nullptr) throw python_error();
   auto* const made = reinterpret_cast<SavedObject*>(s);
   new (&made->log) std::shared_ptr<Log>(), new (&made->geometry) std::optional<Geometry>(), new (&made->counter) std::optional<c10::VariableVersion>();
-  new (&made->tensor) Tensor();
+  new (&made->tensor) Tensor(), new (&made->original) Tensor(), new (&made->spec) py::object(), new (&made->layer) py::object();
   made->value = -1;
   return s;
+}
+
+// What saving/recorded.py does for C++.
+struct OfPython {
+  py::object with_flags;       // with_flags(flags, saved) sets the forward pass's flags and rebuilds
+  py::object others;           // unpacks what small passes have packed
+  py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of the two
+  py::object compare;          // compare(rebuilt, original, name, layer) raises where they differ
+  py::object parameter;        // the class
+};
+inline OfPython& python() {
+  static auto* const set = new OfPython();
+  return *set;
+}
+
+// May a user's hooks hold it? Not parameters, which the caller holds anyway.
+inline bool is_movable(const Log& log, const Tensor& t) {
+  const auto& asked = log.asked.back();
+  if (asked->hold.is_none() || t.numel() < log.policy.smallest) return false;
+  const at::TensorBase& base = t.is_view() ? t._base() : t;
+  if (base.is_leaf() && base.requires_grad()) return false;
+  const auto of = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
+  return !py::isinstance(of, python().parameter);
+}
+
+// Values that wait for it are handed to the innermost pass's hooks, which run without the log's lock.
+inline void hand_over(Log& log) {
+  if (log.asked.empty() || log.to_move.empty()) return;
+  const auto asked = log.asked.back();
+  if (asked->hold.is_none()) return log.to_move.clear();
+  for (size_t i = 0; i < log.to_move.size();) {
+    const int v = log.to_move[i];
+    Tensor given;
+    {
+      const Log::Lock lock(log);
+      const Value& x = log.values[v];
+      if ((x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
+        ++i;  // it is being written
+        continue;
+      }
+      log.to_move.erase(log.to_move.begin() + static_cast<int64_t>(i));
+      const int64_t item = static_cast<int64_t>(c10::elementSize(x.made.dtype));
+      if (x.refs == 0 || x.elsewhere || x.state != Value::kHeld || x.copied || x.lost || x.shown.defined() || !log.is_there(v) || x.storage_bytes % item != 0) continue;
+      Geometry as = x.made;
+      if (!as.fills(x.storage_bytes)) as.sizes = {x.storage_bytes / item}, as.strides = {1}, as.offset = 0;
+      given = over(x.held.storage(), as);
+    }
+    Elsewhere made{py::none(), given.storage().getWeakStorageImpl()};
+    {
+      const Busy unseen;
+      const at::AutoGradMode mode(false);
+      made.bring = asked->hold(given);
+    }
+    if (made.bring.is_none()) continue;
+    const Log::Lock lock(log);
+    Value& x = log.values[v];
+    if (x.refs == 0 || x.state != Value::kHeld) continue;
+    if (!x.sample.taken) x.sample = Sample::of(given);
+    const Below below;
+    x.held = at::empty({0}, given.options()), x.elsewhere = of_python(std::move(made));
+  }
+}
+
+// Save the tensor by its value.
+inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
+  Log& log = *current;
+  const Log::Lock lock(log);
+  int v = log.value_of(t);
+  if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
+  if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
+  s.log = current, s.value = v;
+  Value& x = log.values[v];
+  ++x.saves, ++x.refs, ++x.left, ++log.alive;
+  if (!x.listed) x.listed = true, log.listed.push_back(v);
+  const bool movable = is_movable(log, whole);
+  if (!whole.grad_fn() && !movable) s.tensor = t;  // autograd reads what it holds in the backward pass, also where its data is replaced
+  const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
+  if (x.state == Value::kDropped) {
+    if (shows_more && !s.tensor.defined()) s.tensor = alias_of(t);
+    else if (!are_filled(log, v)) hold_again(log, v, alias_of(t));
+    return;
+  }
+  if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
+  if (shows_more) x.call = -1;  // other memory than its call has made
+  if (movable) log.to_move.push_back(v);
+  if (s.tensor.defined()) return;
+  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
+  else decide(log, v);
 }
 
 // The pack hook.
@@ -60,31 +149,23 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   PyObject* const object = owned.ptr();
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
-  if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
+  Tensor local = t;  // of this rank
+  bool keeps = !current || busy || (t.is_leaf() && t.requires_grad());
+  if (!keeps && !plain(t)) {
+    const auto own = current->subclasses && t.key_set().has(c10::DispatchKey::Python) ? python().local(py::handle(given)) : py::none();
+    if (!own.is_none()) local = py::cast<Tensor>(own), s.spec = python().spec(py::handle(given));
+    keeps = !plain(local);
+  }
+  if (keeps) {
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
-  Log& log = *current;
-  const Log::Lock lock(log);
-  int v = log.value_of(t);
-  if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
-  if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
-  s.log = current, s.value = v;
-  Value& x = log.values[v];
-  ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, log.listed.push_back(v);
-  const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
-  if (leaf) s.tensor = t;
-  const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
-  if (x.state == Value::kDropped) {
-    if (shows_more && !leaf) s.tensor = alias_of(t);
-    return owned.release().ptr();
-  }
-  if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
-  if (shows_more) x.call = -1;  // other memory than its call has made
-  if (leaf) return owned.release().ptr();
-  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
-  else decide(log, v);
+  const auto asked = current->asked.back();
+  if (!asked->layer.is_none()) s.original = alias_of(local), s.layer = asked->layer();
+  const auto log = current;
+  save(s, local, t);
+  if (s.tensor.defined() && s.spec) s.tensor = t.grad_fn() ? t.detach() : t;
+  hand_over(*log);
   return owned.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -102,13 +183,19 @@ inline bool read_by_user() {
   return std::string(py::str(module)).rfind("leannorm.", 0) != 0;
 }
 
-inline py::object& with_flags() {  // with_flags(flags, saved): Python sets the forward pass's flags and rebuilds
-  static auto* const set = new py::object();
-  return *set;
-}
-inline py::object& others() {  // unpacks what small passes have packed
-  static auto* const unpack = new py::object();
-  return *unpack;
+// Is it made of what a user's hooks have brought from elsewhere, as they give it?
+inline bool is_of_others(const Log& log, int v) {
+  std::unordered_set<int> looked;
+  std::vector<int> left{v};
+  while (!left.empty()) {
+    const int one = left.back();
+    left.pop_back();
+    if (!looked.insert(one).second) continue;
+    const Value& x = log.values[one];
+    if (x.elsewhere && x.elsewhere->is_other) return true;
+    if (x.state == Value::kDropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+  return false;
 }
 
 inline Tensor rebuilt(SavedObject& s) {
@@ -117,31 +204,35 @@ inline Tensor rebuilt(SavedObject& s) {
   const bool dropped = x.state == Value::kDropped;
   Tensor t;
   if (x.shown.defined()) t = x.shown;
+  else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
   else {
     t = x.held.defined() ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
-    TORCH_CHECK(!dropped || log.values[s.value].sample.matches(Sample::of(t)), "leannorm.lean(): an output of ",
+    TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
                 " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
                 " or leave lean() out of this part");
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
-  return dropped && read_by_user() ? t.clone() : t;
+  if (dropped && s.original.defined())
+    python().compare(t, s.original, log.calls[log.values[s.value].call].rule->name, s.layer);
+  return (dropped || log.values[s.value].elsewhere) && read_by_user() ? t.clone() : t;
 }
 
 // The unpack hook; `unpack_now` is called where the flags are the forward pass's.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(others().ptr(), given);
+  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
   auto& s = *reinterpret_cast<SavedObject*>(given);
   check_version(s);
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
   if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
-    return with_flags()(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+    return python().with_flags(s.log->first->flags, py::handle(given)).release().ptr();
   const at::AutoGradMode mode(false);
-  return THPVariable_Wrap(rebuilt(s));
+  const Tensor t = rebuilt(s);
+  return s.spec ? python().shared(t, s.spec).release().ptr() : THPVariable_Wrap(t);
   END_HANDLE_TH_ERRORS
 }
 inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
@@ -152,25 +243,30 @@ struct Pass {
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
   bool open = true;
+  std::shared_ptr<Asked> asked;
 
-  Pass(const Policy& policy, py::object flags) {
+  Pass(const Policy& policy, Asked of, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
-      log->policy = policy, log->python_flags = std::move(flags);
+      log->policy = policy, log->first = asked, log->subclasses = subclasses, log->gathers = gathers;
       rules.forget_others();
       at::RecordFunctionCallback callback(&begin, &end);
       log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
       current = log;
     }
     const Log::Lock lock(*log);
+    hand_over(*log);
+    log->asked.push_back(asked);
     ++log->passes, first = log->listed.size();
   }
   void close() {
     if (!std::exchange(open, false)) return;
+    hand_over(*log);
     const Log::Lock lock(*log);
+    log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
-    log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
+    log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
     if (current == log) current.reset();
   }
   size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
@@ -197,9 +293,12 @@ inline void add_record(py::module_ module) {
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
   py::class_<Pass>(module, "RecordedPass")
-      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags) {
-             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags));
-           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
+      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object layer, py::object hold,
+                       py::object owns, bool subclasses, bool gathers) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row},
+                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns)}, subclasses, gathers);
+           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"),
+           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("subclasses"), py::arg("gathers"))
       .def("close", &Pass::close)
       .def("rows", &Pass::rows)
       .def("seen", &Pass::seen)
@@ -214,7 +313,9 @@ inline void add_record(py::module_ module) {
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });
-  module.def("set_recorded", [](py::object set, py::object unpack) { with_flags() = std::move(set), others() = std::move(unpack); });
+  module.def("set_recorded", [](py::object flags, py::object others, py::object local, py::object spec, py::object shared, py::object compare, py::object parameter) {
+    python() = {std::move(flags), std::move(others), std::move(local), std::move(spec), std::move(shared), std::move(compare), std::move(parameter)};
+  });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

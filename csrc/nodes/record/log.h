@@ -43,6 +43,11 @@ struct Geometry {
     for (const int64_t size : sizes) n *= size;
     return n;
   }
+  // Is it all of a memory of so many bytes, element by element? Hooks get it as it is, else all of the memory in a row.
+  bool fills(int64_t bytes) const {
+    if (offset != 0 || numel() * static_cast<int64_t>(c10::elementSize(dtype)) != bytes || extent() != bytes) return false;
+    return std::find(strides.begin(), strides.end(), 0) == strides.end();
+  }
   // Bytes of the memory from its start to behind the last element.
   int64_t extent() const {
     int64_t last = offset;
@@ -72,7 +77,16 @@ inline Tensor alias_of(const Tensor& t) {
   return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
 
+inline thread_local bool busy = false;  // does this thread make calls itself, which are none of the log's?
+struct Busy {
+  const bool before = std::exchange(busy, true);
+  Busy() = default;
+  Busy(const Busy&) = delete;
+  ~Busy() { busy = before; }
+};
+
 inline Tensor over(c10::Storage storage, const Geometry& geometry) {
+  const Busy unseen;
   const at::AutoDispatchBelowADInplaceOrView below;
   Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
   return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
@@ -104,7 +118,25 @@ struct Sample {
 };
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kCollective, kFreed };
+
+// Objects of Python's, which let go of with its lock.
+template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
+  return {new Objects(std::move(objects)), [](Objects* made) {
+            const py::gil_scoped_acquire gil;
+            delete made;
+          }};
+}
+struct Elsewhere {
+  py::object bring;  // bring() returns what the user's hooks have held
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of what they got
+  bool is_other = true;  // is what they return other memory?
+};
+// What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
+// what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None).
+struct Asked {
+  py::object flags, layer, hold, owns;
+};
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -114,7 +146,8 @@ struct Value {
   int64_t storage_bytes = 0;
   c10::VariableVersion counter;
   uint32_t version = 0;
-  Tensor held;     // an alias of the memory, or a copy of it
+  Tensor held;     // an alias of the memory, or a copy of it; without memory, where it is `elsewhere`
+  std::shared_ptr<Elsewhere> elsewhere;
   Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
   Tensor rebuilt;
   Sample sample;
@@ -144,6 +177,8 @@ struct Call {
   c10::SmallVector<int, 2> writing;   // memories
   c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
   int before = -1;                    // the version that its result is written over
+  bool sends = false;                 // to other ranks, within
+  bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
 
@@ -185,7 +220,11 @@ struct Log {
   ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
   std::vector<int> open;    // calls that have begun and not ended
   Policy policy;
-  py::object python_flags;  // all flags, where the pass began
+  std::shared_ptr<Asked> first;  // pass, whose flags are the log's
+  std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
+  std::vector<int> to_move;  // values that may be held elsewhere
+  bool gathers = false;      // do weights come and go?
+  bool subclasses = false;   // may there be any, such as DTensors?
   uint64_t flags = flags_now(), stamp = 0;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
@@ -207,12 +246,6 @@ struct Log {
     Log& log_;
     std::unique_lock<std::recursive_mutex> lock_;
   };
-
-  ~Log() {
-    if (!python_flags) return;
-    const py::gil_scoped_acquire gil;
-    python_flags = py::object();
-  }
 
   int new_value(int memory, const Tensor& t, int call) {
     Value made;
@@ -266,7 +299,7 @@ struct Log {
     const int writer = std::exchange(memory.writer, -1), before = memory.current;
     const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
     Value made;
-    made.memory = number, made.call = is_result ? writer : -1, made.made = values[before].made;
+    made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes;
     made.counter = memory.counter, made.version = memory.counter.current_version();
     values.push_back(std::move(made));
@@ -274,23 +307,27 @@ struct Log {
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;
     // Where autograd has not seen it, whoever has saved the memory reads what is there now.
     Value& old = values[before];
-    if (old.saves == 0 || old.counter.current_version() != old.version) return;
+    if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
   }
+  bool is_in_subclass() const { return !open.empty() && calls[open.back()].of_subclass; }
   bool is_there(int v) const {
     const Memory& memory = memories[values[v].memory];
     return memory.current == v && memory.writer < 0;
   }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
+  // Is what is held there? Weights that are gathered come and go.
+  bool is_filled(const Value& x) const {
+    return x.elsewhere || static_cast<int64_t>(x.held.storage().nbytes()) >= x.made.extent();
+  }
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
-    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear();
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear();
     largest = 0;
   }
 };
 
 inline thread_local std::shared_ptr<Log> current;
-inline thread_local bool busy = false;  // does this thread make calls again itself?
 
 }  // namespace leannorm::recording

@@ -109,6 +109,23 @@ inline bool is_costly(const Log& log, const Call& call) {
 
 // ---------------------------------------------------------------- the walk
 
+// Is all of what a dropped value is made of there? Weights that are gathered may have been freed again since.
+inline bool are_filled(const Log& log, int v) {
+  if (!log.gathers) return true;
+  std::unordered_set<int> looked;
+  std::vector<int> left{v};
+  bool all = true;
+  while (!left.empty() && all) {
+    const int one = left.back();
+    left.pop_back();
+    if (!looked.insert(one).second) continue;
+    const Value& x = log.values[one];
+    if (x.held.defined()) all = log.is_filled(x);
+    else if (x.state == Value::kDropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+  return all;
+}
+
 class Walk {
  public:
   Walk(Log& log, int top, int64_t may_hold) : log_(log), top_(top), may_hold_(may_hold) { ++log.stamp; }
@@ -119,8 +136,8 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v));
-    if (x.state == Value::kDropped) return true;
+    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v)) && log_.is_filled(x);
+    if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
     const bool can = made_again(v, depth) || takes(v);
@@ -169,6 +186,7 @@ class Walk {
     if (of.call < 0) return says(Why::kUnknown, v);
     if (depth == 0) return says(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
+    if (call.sends || call.rule->sends) return says(Why::kCollective, v);
     if (!call.usable) return says(Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
@@ -225,6 +243,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       x.held = over(c10::Storage(std::move(storage)), x.made);
       if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
+      if (x.call >= 0) log.to_move.push_back(one);
       continue;
     }
     x.state = Value::kDropped;
@@ -245,7 +264,7 @@ inline void release(Log& log, int v) {
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
-    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {};
+    x.held.reset(), x.elsewhere.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {};
     if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
 }
@@ -286,10 +305,17 @@ inline bool has_its_bits(Log& log, int v) {
   return same;
 }
 
+// A dropped value that is saved again, where it could not be made again: it is held from now on.
+inline void hold_again(Log& log, int v, Tensor held) {
+  Value& x = log.values[v];
+  x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
+  for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
+}
+
 // A saved value that is held: may it be dropped?
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
-  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost) return;
+  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost || x.elsewhere) return;
   x.state = Value::kHeld;
   const int64_t elements = x.made.numel();
   log.largest = std::max(log.largest, elements);

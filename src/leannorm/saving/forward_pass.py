@@ -85,22 +85,22 @@ class ForwardPass:
             most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
             self._small = SmallPass(self._search_from_here, most)
-        if self._settings.may_be_small and serves():
+        if self._settings.goal is None and serves():
             self._unpack = NODES.record_unpack
         pack = self._begin() if self._small is None else self._small.pack
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
-        if self._unpack is not unpack:
-            self._recorded = RecordedPass(self._settings.policy)
-            return self._recorded.pack
         layers = None
         if self._settings.verify:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
+        if self._unpack is not unpack:
+            self._recorded = RecordedPass(policy, hooks, layers)
+            return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
         self._packing = Packing(policy, self.ledger, following, around, layers, hooks, from_here, place)
@@ -190,7 +190,8 @@ class ForwardPass:
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
-        counts: Counter[str] = Counter() if self._packing is None else self._packing.reasons
+        read = self._packing or self._recorded
+        counts: Counter[str] = Counter() if read is None else read.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self.refused is not None:
             whole.append(self.refused)

@@ -7,7 +7,10 @@ the table of operators, and says in words what the pass kept.
 from __future__ import annotations
 
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +20,13 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
+from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, Operator
 from leannorm.saving.policy import Policy
+from leannorm.saving.shards import local_of, shared_as, spec_of
+from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack as unpack_others
+from leannorm.saving.verify import Layers, check_equal
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -38,6 +45,8 @@ _WHYS = (
     reasons.SMALLER,
     reasons.UNSEEN,
     reasons.OTHER_FLAGS,
+    reasons.COLLECTIVE,
+    reasons.SHARDED,
 )
 _SUMS, _CALLS, _PRODUCTS = 2, 32, 2  # in a row: what is rebuilt at once
 
@@ -65,26 +74,48 @@ if NODES is not None:
         NODES.set_operator(
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
-    NODES.set_recorded(_with_flags, unpack_others)
+    NODES.set_recorded(
+        _with_flags, unpack_others, local_of, spec_of, shared_as, check_equal, torch.nn.Parameter
+    )
 
 
 def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on one process's CPU tensors."""
+    """Can the log see what a pass in this thread does? It records operators on CPU tensors."""
     if NODES is None or os.environ.get("LEANNORM_RECORD", "0") != "1":
         return False
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not (ranks or torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
+    return not (torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
 
 
 class RecordedPass:
     """One pass, from its making to `close`."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, hooks: Hooks | None, layers: Layers | None) -> None:
+        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
+        self.reasons = Counter[str]()
+        units = Units()
         self._pass = NODES.RecordedPass(
-            policy.products, policy.everything, _SUMS, _CALLS, _PRODUCTS, current()
+            policy.products,
+            policy.everything,
+            _SUMS,
+            _CALLS,
+            _PRODUCTS,
+            current(),
+            layer=None if layers is None else layers.at_work,
+            hold=None if hooks is None else partial(self._hold, hooks),
+            owns=units.owns if units.exist else None,
+            subclasses="torch.distributed.tensor" in sys.modules,
+            gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
         )
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
+
+    def _hold(self, hooks: Hooks, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """The tensor is held by the hooks alone: what is returned brings it back. None where they fail."""
+        try:
+            return partial(hooks.unpack, hooks.pack(tensor))
+        except Exception as error:
+            self.reasons[reasons.failed(tensor, error)] += 1
+            return None
 
     def close(self) -> list[Row]:
         """Stop recording; what the pass saved, and what of it is still there."""
