@@ -66,13 +66,15 @@ inline OfPython& python() {
   return *set;
 }
 
-// May a user's hooks hold it? Not parameters, which the caller holds anyway.
-inline bool is_movable(const Log& log, const Tensor& t) {
-  const auto& asked = log.asked.back();
-  if (asked->hold.is_none() || t.numel() < log.policy.smallest) return false;
+// A leaf that is trained, or a view of it: the caller holds it anyway.
+inline bool is_of_leaf(const Tensor& t) {
   const at::TensorBase& base = t.is_view() ? t._base() : t;
-  if (base.is_leaf() && base.requires_grad()) return false;
-  const auto of = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
+  return base.is_leaf() && base.requires_grad();
+}
+// May a user's hooks hold it? No parameters, frozen ones neither.
+inline bool is_movable(const Log& log, const Tensor& t) {
+  if (log.asked.back()->hold.is_none() || t.numel() < log.policy.smallest || is_of_leaf(t)) return false;
+  const auto of = py::reinterpret_steal<py::object>(THPVariable_Wrap(t.is_view() ? Tensor(t._base()) : t));
   return !py::isinstance(of, python().parameter);
 }
 
@@ -119,12 +121,12 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   Log& log = *current;
   const Log::Lock lock(log);
   int v = log.value_of(t);
-  if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
+  if (v < 0) v = log.new_memory(t, log.open.empty() || log.is_in_subclass() ? -1 : log.open.back());
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, log.listed.push_back(v);
+  if (!x.listed && !is_of_leaf(whole)) x.listed = true, log.listed.push_back(v);
   const bool movable = is_movable(log, whole);
   if (!whole.grad_fn() && !movable) s.tensor = t;  // autograd reads what it holds in the backward pass, also where its data is replaced
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();

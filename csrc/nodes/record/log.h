@@ -178,6 +178,8 @@ struct Call {
   c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
   int before = -1;                    // the version that its result is written over
   bool sends = false;                 // to other ranks, within
+  c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
+  int outer = -1;                     // the call on a subclass that it is a part of
   bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };

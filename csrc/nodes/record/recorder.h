@@ -16,13 +16,25 @@ struct Opened : at::ObserverContext {
   int call = -1;
 };
 
+// Is it a weight that is gathered, and gets what it held before?
+inline bool is_gathered(const Log& log, const Tensor& t) {
+  const auto& first = log.first;
+  if (!first || !first->owns) return false;
+  const py::gil_scoped_acquire gil;
+  return !first->owns.is_none() && py::cast<bool>(first->owns(t));
+}
+
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
   if (!t.defined()) return;
+  if (call.rule->formula == Formula::kMatrix) call.whole.push_back(t.dim() == 0 ? 1 : t.size(-1));
   if (!plain(t)) {
     call.usable = false, call.of_subclass |= t.key_set().has(c10::DispatchKey::Python);
     return;
   }
+  const size_t known = log.values.size();
   const int v = log.value_or_new(t);
+  if (Value& x = log.values[v]; log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && is_gathered(log, t))
+    x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;  // a norm's, before it is freed
   if (log.values[v].call >= 0 && log.calls[log.values[v].call].rule->sends && t.is_view() && t._base().is_leaf() && t._base().requires_grad())
     log.values[v].call = -1;  // FSDP's weights, which come and go
   int geometry = -1;
@@ -37,13 +49,6 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   call.reads.push_back({at, place, v, geometry});
 }
 
-// Is it a weight that is gathered, and gets what it held before?
-inline bool is_gathered(const Log& log, const Tensor& t) {
-  const auto& first = log.first;
-  if (!first || !first->owns) return false;
-  const py::gil_scoped_acquire gil;
-  return !first->owns.is_none() && py::cast<bool>(first->owns(t));
-}
 inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
   const auto is = [](const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Python); };
   for (const IValue& v : inputs) {
@@ -113,7 +118,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // as long as it is not read whole
   Call call;
-  call.rule = rule, call.grad_mode = c10::GradMode::is_enabled();
+  call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
   call.usable = flags_now() == log.flags && !inference && !c10::impl::dispatch_mode_enabled();
   read_arguments(log, call, fn.inputs());
   if (rule->kind != Kind::kSkip && (rule->gate < 0 || call.args[rule->gate].toBool())) {

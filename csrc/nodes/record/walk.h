@@ -95,6 +95,10 @@ inline bool is_costly(const Log& log, const Call& call) {
       return each > kConvolution;
     }
     case Formula::kMatrix: {  // with fewer outputs than inputs
+      if (call.outer >= 0) {  // of all ranks
+        const auto& whole = log.calls[call.outer].whole;
+        if (const size_t n = whole.size(); n > 1) return whole[n - 2] > whole[n - 1];
+      }
       const auto a = sizes(call.args.size() > 3 ? 1 : 0);
       return a.empty() || out.sizes.empty() || a.back() > out.sizes.back();
     }
@@ -150,7 +154,7 @@ class Walk {
   int64_t may_hold_;  // bytes
 
   bool says(Why reason, int v) {
-    if (why == Why::kNone || v == top_) why = reason;
+    if (why == Why::kNone || (v == top_ && why != Why::kCollective)) why = reason;
     return false;
   }
   bool takes(int v) {
