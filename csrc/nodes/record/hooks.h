@@ -239,9 +239,39 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
 }
 inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
 
+// What a pass holds when it closes, to be read also when a backward pass has freed it.
+struct Saved {
+  struct Tensor {
+    const Rule* by;  // none: nobody saw who made it
+    c10::SmallVector<int64_t, 5> sizes;
+    at::ScalarType dtype;
+    int64_t nbytes;
+    bool dropped, by_node;
+    Why why;
+  };
+  std::vector<Tensor> tensors;  // those that nodes have saved, then those that others are made of
+  int64_t held = 0, dropped = 0;
+
+  void add(const Log& log, const Value& x) {
+    const bool again = x.state == Value::kDropped;
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, x.made.sizes, x.made.dtype, x.storage_bytes, again, x.saves > 0, x.why});
+    (again ? dropped : held) += x.storage_bytes;
+  }
+  py::list rows() const {
+    py::list rows;
+    for (const Tensor& t : tensors)
+      rows.append(py::make_tuple(t.by == nullptr ? std::string() : t.by->name, py::cast(std::vector<int64_t>(t.sizes.begin(), t.sizes.end())),
+                                 py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.dtype))), t.nbytes, t.dropped,
+                                 static_cast<int>(t.why), t.by_node));
+    return rows;
+  }
+};
+
 // A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
 // each write is seen by all.
 struct Pass {
+  static inline thread_local size_t last_values = 0, last_calls = 0;
+
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
   bool open = true;
@@ -251,6 +281,7 @@ struct Pass {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
       log->policy = policy, log->first = asked, log->subclasses = subclasses, log->gathers = gathers;
+      log->values.reserve(last_values), log->calls.reserve(last_calls);  // as many as the last pass had
       rules.forget_others();
       at::RecordFunctionCallback callback(&begin, &end);
       log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
@@ -268,24 +299,20 @@ struct Pass {
     log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (--log->passes > 0) return;
     at::removeCallback(log->callback);
+    last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
     if (current == log) current.reset();
   }
   size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
-  // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
-  // what is held to make others.
-  py::list rows() const {
+  // What it has saved, and what of that is still there.
+  Saved saved() const {
     const Log::Lock lock(*log);
-    py::list rows;
-    const auto add = [&](const Value& x) {
-      rows.append(py::make_tuple(x.call < 0 ? std::string() : log->calls[x.call].rule->name, py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())),
-                                 py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(x.made.dtype))), x.storage_bytes,
-                                 x.state == Value::kDropped, static_cast<int>(x.why), x.saves));
-    };
+    Saved made;
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
-      if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);
-    for (const Value& x : log->values) if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
-    return rows;
+      if (log->values[log->listed[i]].refs > 0) made.add(*log, log->values[log->listed[i]]);
+    for (const Value& x : log->values)
+      if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) made.add(*log, x);
+    return made;
   }
 };
 
@@ -294,6 +321,11 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Saved>(module, "RecordedTensors")
+      .def_readonly("held", &Saved::held)
+      .def_readonly("dropped", &Saved::dropped)
+      .def("__len__", [](const Saved& s) { return s.tensors.size(); })
+      .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
       .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object layer, py::object hold,
                        py::object owns, bool subclasses, bool gathers) {
@@ -302,7 +334,7 @@ inline void add_record(py::module_ module) {
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"),
            py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("subclasses"), py::arg("gathers"))
       .def("close", &Pass::close)
-      .def("rows", &Pass::rows)
+      .def("saved", &Pass::saved)
       .def("seen", &Pass::seen)
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;

@@ -12,7 +12,9 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 namespace leannorm::recording {
@@ -86,6 +88,12 @@ struct Busy {
 };
 
 inline Tensor over(c10::Storage storage, const Geometry& geometry) {
+  if (geometry.device.is_cpu()) {  // as the dispatcher would, in a tenth of its time
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                           c10::scalarTypeToTypeMeta(geometry.dtype));
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+    return made;
+  }
   const Busy unseen;
   const at::AutoDispatchBelowADInplaceOrView below;
   Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
@@ -181,6 +189,7 @@ struct Call {
   c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
   int outer = -1;                     // the call on a subclass that it is a part of
   bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
+  uint64_t kind = 0;                  // of its trials, once it was asked for
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
 
@@ -233,20 +242,32 @@ struct Log {
   bool closed = false;
   int passes = 0;           // that are open and write into it
   at::CallbackHandle callback = 0;
-  std::recursive_mutex mutex;
+  std::atomic<const void*> owner = nullptr;  // the thread that reads or writes it, by an address of its own
+  int depth = 0;
 
-  // Two threads may come here: operators run without Python's lock, hooks and destructors with it.
+  // Two threads may come here: operators run without Python's lock, hooks and destructors with it. One thread may come
+  // twice: what is freed in here may free what was saved.
   struct Lock {
-    explicit Lock(Log& log) : log_(log), lock_(log.mutex, std::defer_lock) {
-      if (!lock_.try_lock()) {
-        const bool has_gil = PyGILState_Check();
-        PyThreadState* const state = has_gil ? PyEval_SaveThread() : nullptr;
-        lock_.lock();
-        if (has_gil) PyEval_RestoreThread(state);
-      }
+    explicit Lock(Log& log) : log_(log) {
+      const void* const me = &busy;
+      const void* nobody = nullptr;
+      const bool again = log_.owner.load(std::memory_order_relaxed) == me;
+      if (!again && !log_.owner.compare_exchange_strong(nobody, me, std::memory_order_acquire)) wait(me);
+      ++log_.depth;
+    }
+    Lock(const Lock&) = delete;
+    ~Lock() {
+      if (--log_.depth == 0) log_.owner.store(nullptr, std::memory_order_release);
     }
     Log& log_;
-    std::unique_lock<std::recursive_mutex> lock_;
+
+   private:
+    void wait(const void* me) {
+      PyThreadState* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+      for (const void* nobody = nullptr; !log_.owner.compare_exchange_weak(nobody, me, std::memory_order_acquire); nobody = nullptr)
+        std::this_thread::yield();
+      if (state != nullptr) PyEval_RestoreThread(state);
+    }
   };
 
   int new_value(int memory, const Tensor& t, int call) {

@@ -25,11 +25,17 @@ class Below {
   const at::AutoDispatchBelowADInplaceOrView below_;
   const c10::impl::ExcludeDispatchKeyGuard without_{
       c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
-  const at::RecordFunctionGuard unseen_{/*is_enabled=*/false};
 };
 
 // A copy of all of the storage, so that views keep their places.
 inline Tensor copy_of(const Tensor& t, const Geometry& as) {
+  if (t.device().is_cpu()) {
+    auto* const allocator = c10::GetAllocator(c10::DeviceType::CPU);
+    const size_t size = t.storage().nbytes();
+    c10::Storage storage(c10::Storage::use_byte_size_t(), size, allocator, /*resizable=*/true);
+    if (size > 0) std::memcpy(storage.mutable_data(), t.storage().data(), size);
+    return over(std::move(storage), as);
+  }
   const Below below;
   const int64_t size = static_cast<int64_t>(t.storage().nbytes());
   const Tensor all = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(t.device())).set_(t.storage(), 0, {size}, {1});

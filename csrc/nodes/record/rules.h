@@ -43,6 +43,7 @@ struct Row {
 
 struct Rule {
   std::string name;
+  uint64_t id = 0;  // of its schema
   Kind kind = Kind::kOnce;
   Formula formula = Formula::kNone;
   std::optional<c10::OperatorHandle> op, again, instead;
@@ -78,7 +79,7 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   auto made = std::make_unique<Rule>();
   const auto& name = op.operator_name();
   const auto& schema = op.schema();
-  made->name = name.name;
+  made->name = name.name, made->id = std::hash<std::string>()(toString(schema));
   made->ours = name.name.rfind("leannorm::", 0) == 0;
   made->op = made->again = op;
   for (size_t i = 0; i < schema.arguments().size(); ++i)
@@ -122,10 +123,10 @@ class Rules {
     const std::pair<const char*, const char*> key{call.name(), call.overload_name()};
     const auto known = by_name_.find(key);
     if (known != by_name_.end()) return known->second;
-    Rule* made = nullptr;  // not an operator
+    Rule* rule = nullptr;  // not an operator
     if (const auto name = call.operator_name())
-      if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) made = rule_of(*op).release();
-    return by_name_.emplace(key, made).first->second;
+      if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) rule = only(rule_of(*op));
+    return by_name_.emplace(key, rule).first->second;
   }
   // A library of a user's may have gone, and another may have come to its addresses. Calls keep their rules, which are few.
   void forget_others() {
@@ -142,6 +143,15 @@ class Rules {
     }
   };
   ska::flat_hash_map<std::pair<const char*, const char*>, Rule*, Hash> by_name_;
+  std::unordered_map<uint64_t, std::vector<std::unique_ptr<Rule>>> made_;
+
+  // The rule that was made before of the same operator, if one was.
+  Rule* only(std::unique_ptr<Rule> made) {
+    auto& others = made_[made->id];
+    for (const auto& other : others)
+      if (*other->op == *made->op && other->again == made->again && other->kind == made->kind) return other.get();
+    return others.emplace_back(std::move(made)).get();
+  }
 };
 
 }  // namespace leannorm::recording

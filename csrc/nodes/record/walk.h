@@ -3,6 +3,7 @@
 
 #include "replay.h"
 
+#include <unordered_map>
 #include <unordered_set>
 
 namespace leannorm::recording {
@@ -44,8 +45,8 @@ inline Trust& trust() {
   return *known;
 }
 
-inline uint64_t kind_of(const Log& log, const Call& call) {
-  uint64_t h = std::hash<std::string>()(call.rule->name) + call.by_result;
+inline uint64_t hash_of(const Log& log, const Call& call) {
+  uint64_t h = call.rule->id;
   const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
   const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
   mix(call.grad_mode), mix(log.flags);
@@ -65,6 +66,10 @@ inline uint64_t kind_of(const Log& log, const Call& call) {
     for (size_t i = 0; i < g.sizes.size(); ++i) mix(g.strides[i] == 1 ? i + 11 : g.strides[i] == 0);
   }
   return h;
+}
+inline uint64_t kind_of(const Log& log, Call& call) {
+  if (call.kind == 0) call.kind = hash_of(log, call) & ~uint64_t{1};
+  return call.kind + call.by_result;
 }
 
 // ---------------------------------------------------------------- price
@@ -233,13 +238,13 @@ constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there 
 
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
-  std::vector<int> left{v};
+  c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
-    const int one = left.back();
-    left.pop_back();
+    const int one = left.pop_back_val();
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
       auto storage = log.memories[x.memory].storage.lock();
@@ -257,10 +262,9 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
 
 // One reader less.
 inline void release(Log& log, int v) {
-  std::vector<int> left{v};
+  c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
-    const int one = left.back();
-    left.pop_back();
+    const int one = left.pop_back_val();
     Value& x = log.values[one];
     --x.refs;
     if (x.refs > 0) {
@@ -275,14 +279,14 @@ inline void release(Log& log, int v) {
 
 // Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
 inline bool has_its_bits(Log& log, int v) {
-  std::vector<uint64_t> untried;
-  std::unordered_set<int> looked;
-  std::vector<int> left{v};
+  c10::SmallVector<uint64_t, 4> untried;
+  c10::SmallVector<int, 16> left{v};
+  ++log.stamp;
   while (!left.empty()) {
-    const int one = left.back();
-    left.pop_back();
-    if (!looked.insert(one).second || (one != v && log.values[one].held.defined())) continue;
-    const Call& call = log.calls[log.values[one].call];
+    const int one = left.pop_back_val();
+    Value& x = log.values[one];
+    if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
+    Call& call = log.calls[x.call];
     const uint64_t kind = kind_of(log, call);
     if (!trust().is_enough(kind)) untried.push_back(kind);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
@@ -303,7 +307,7 @@ inline bool has_its_bits(Log& log, int v) {
   if (same && Sample::of(was).tells) for (const uint64_t kind : untried) trust().has(kind);
   if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
     const uint64_t last = kind_of(log, log.calls[log.values[v].call]);
-    if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried = {last};
+    if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
     for (const uint64_t kind : untried) trust().refuse(kind);
   }
   return same;

@@ -118,10 +118,10 @@ class ForwardPass:
         """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._recorded is not None:
-            rows = self._recorded.close()
+            recorded = self._recorded.close()
             self._recorded_any = self._recorded.seen
-            self._freed_within = self._recorded.seen and not rows
-            self.ledger.add(rows)
+            self._freed_within = self._recorded.seen and not len(recorded)
+            self.ledger.add(recorded)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()

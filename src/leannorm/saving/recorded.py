@@ -117,11 +117,27 @@ class RecordedPass:
             self.reasons[reasons.failed(tensor, error)] += 1
             return None
 
-    def close(self) -> list[Row]:
+    def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
         self._pass.close()
         self.seen = self._pass.seen() > 0
-        rows: list[Row] = []
-        for name, shape, dtype, nbytes, dropped, why, saves in self._pass.rows():
-            rows.append((name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if saves else ""))
-        return rows
+        return Recorded(self._pass.saved())
+
+
+class Recorded:
+    """What one pass held when it closed: its bytes, and rows once they are read."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+        self.kept: int = saved.held
+        self.rebuilt: int = saved.dropped
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def rows(self) -> list[Row]:
+        """The fields of a `Record` for each tensor."""
+        return [
+            (name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if by_node else "")
+            for name, shape, dtype, nbytes, dropped, why, by_node in self._saved.rows()
+        ]
