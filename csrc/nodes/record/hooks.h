@@ -136,6 +136,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     return;
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
+  else if (x.copied && !x.shown.defined()) x.shown = alias_of(t);
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (movable) log.to_move.push_back(v);
   if (s.tensor.defined()) return;

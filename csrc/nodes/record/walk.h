@@ -244,7 +244,8 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && x.storage_bytes <= kCopied)
+      x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
       auto storage = log.memories[x.memory].storage.lock();
