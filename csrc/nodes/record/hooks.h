@@ -122,6 +122,10 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   const Log::Lock lock(log);
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() || log.is_in_subclass() ? -1 : log.open.back());
+  if (log.values[v].copied) {  // for others; this node reads the memory itself, as in plain PyTorch
+    s.tensor = whole.grad_fn() ? alias_of(t) : t;
+    return;
+  }
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
   s.log = current, s.value = v;
   Value& x = log.values[v];
@@ -136,7 +140,6 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     return;
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
-  else if (x.copied && !x.shown.defined()) x.shown = alias_of(t);
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (movable) log.to_move.push_back(v);
   if (s.tensor.defined()) return;
