@@ -66,11 +66,6 @@ inline OfPython& python() {
   return *set;
 }
 
-// A leaf that is trained, or a view of it: the caller holds it anyway.
-inline bool is_of_leaf(const Tensor& t) {
-  const at::TensorBase& base = t.is_view() ? t._base() : t;
-  return base.is_leaf() && base.requires_grad();
-}
 // May a user's hooks hold it? No parameters, frozen ones neither.
 inline bool is_movable(const Log& log, const Tensor& t) {
   if (log.asked.back()->hold.is_none() || t.numel() < log.policy.smallest || is_of_leaf(t)) return false;

@@ -73,6 +73,12 @@ inline bool plain(const Tensor& t, bool in_any_bits = false) {
          !t.is_quantized() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// A leaf that is trained, or a view of it: the caller holds it anyway.
+inline bool is_of_leaf(const Tensor& t) {
+  const at::TensorBase& base = t.is_view() ? t._base() : t;
+  return base.is_leaf() && base.requires_grad();
+}
+
 // The same memory and version counter without a graph, which could lead back to the node that saves it.
 inline Tensor alias_of(const Tensor& t) {
   auto* const impl = t.unsafeGetTensorImpl();
@@ -163,6 +169,7 @@ struct Value {
   Why why = Why::kNone;
   bool copied = false;   // is `held` a copy?
   bool marked = false;   // its counter moved once more behind the call that wrote it
+  bool gathered = false; // is it a flat weight, which is freed and sent again?
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass

@@ -33,10 +33,11 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   }
   const size_t known = log.values.size();
   const int v = log.value_or_new(t);
-  if (Value& x = log.values[v]; log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && is_gathered(log, t))
-    x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;  // a norm's, before it is freed
-  if (log.values[v].call >= 0 && log.calls[log.values[v].call].rule->sends && t.is_view() && t._base().is_leaf() && t._base().requires_grad())
-    log.values[v].call = -1;  // FSDP's weights, which come and go
+  Value& x = log.values[v];
+  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && is_gathered(log, t))  // a norm's, before it is freed
+    x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
+  if (x.call >= 0 && log.calls[x.call].rule->sends && is_of_leaf(t))
+    x.call = -1, x.gathered = true, x.counter = t.unsafeGetTensorImpl()->version_counter(), x.version = t._version();
   int geometry = -1;
   if (!log.values[v].made.is_of(t)) {
     geometry = static_cast<int>(log.geometries.size());
@@ -64,6 +65,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
+  if (value.gathered && call.rule->sends) return;
   if (value.held.defined() && !value.copied && value.refs > value.saves) {
     if (value.call < 0 && is_gathered(log, t)) return;
     const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
