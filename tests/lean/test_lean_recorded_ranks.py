@@ -123,13 +123,10 @@ def trainings(rank: int, way: str, twice: bool) -> list[float]:
     return shares
 
 
-AT_MOST = {"ddp": (0.4, 0.3), "units": (0.4, 0.3)}  # of the bytes, with "norm" and "conv"
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_networks_train_to_the_bits_of_plain_torch(way: str) -> None:
     for shares in ranks(2, trainings, way, False, group_timeout=30.0):
-        assert all(share < 0.6 for share in shares), shares
+        assert all(share < (0.8 if "flat" in way else 0.5) for share in shares), shares
 
 
 @pytest.mark.parametrize("way", ["ddp, static", "units", "units along columns", "flat"])

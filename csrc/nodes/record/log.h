@@ -169,7 +169,6 @@ struct Value {
   Why why = Why::kNone;
   bool copied = false;   // is `held` a copy?
   bool marked = false;   // its counter moved once more behind the call that wrote it
-  bool gathered = false; // is it a flat weight, which is freed and sent again?
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
@@ -204,6 +203,7 @@ struct Memory {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as this is there, its address does not come again
   int current = -1;  // value
   int writer = -1;   // the open call that writes it, until it has
+  bool sent = false;  // do messages come here, such as flat weights? Its counter moves as they come: nothing is made of it again
   c10::VariableVersion counter;
   uint32_t version = 0;
 };

@@ -36,8 +36,6 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   Value& x = log.values[v];
   if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && is_gathered(log, t))  // a norm's, before it is freed
     x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
-  if (x.call >= 0 && log.calls[x.call].rule->sends && is_of_leaf(t))
-    x.call = -1, x.gathered = true, x.counter = t.unsafeGetTensorImpl()->version_counter(), x.version = t._version();
   int geometry = -1;
   if (!log.values[v].made.is_of(t)) {
     geometry = static_cast<int>(log.geometries.size());
@@ -65,7 +63,6 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
-  if (value.gathered && call.rule->sends) return;
   if (value.held.defined() && !value.copied && value.refs > value.saves) {
     if (value.call < 0 && is_gathered(log, t)) return;
     const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
@@ -73,6 +70,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   }
   Memory& memory = log.memories[log.values[v].memory];
   call.writing.push_back(log.values[v].memory);
+  memory.sent |= call.rule->sends;
   memory.writer = number, memory.counter = t.unsafeGetTensorImpl()->version_counter(), memory.version = t._version();
 }
 

@@ -145,7 +145,7 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v)) && log_.is_filled(x);
+    if (x.held.defined()) return !x.lost && (x.copied || (log_.is_there(v) && !log_.memories[x.memory].sent)) && log_.is_filled(x);
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
@@ -165,7 +165,7 @@ class Walk {
   bool takes(int v) {
     Value& x = log_.values[v];
     const Memory& memory = log_.memories[x.memory];
-    if (v == top_ || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
+    if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
     x.runs = x.sums = x.products = 0;
