@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../flags.h"
+#include "limit.h"
 #include "recorder.h"
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -138,7 +139,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (movable) log.to_move.push_back(v);
   if (s.tensor.defined()) return;
-  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
+  if (log.limit) log.limit->saved(log, x.storage_bytes);
+  else if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
   else decide(log, v);
 }
 
@@ -158,6 +160,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
     keeps = !plain(local);
   }
   if (keeps) {
+    if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
@@ -233,7 +236,10 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
     return python().with_flags(s.log->first->flags, py::handle(given)).release().ptr();
   const at::AutoGradMode mode(false);
   const Tensor t = rebuilt(s);
-  return s.spec ? python().shared(t, s.spec).release().ptr() : THPVariable_Wrap(t);
+  const auto limit = s.log->limit;
+  py::object tensor = s.spec ? python().shared(t, s.spec) : py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
+  if (limit) limit->reads(s.log->values[s.value].storage_bytes);
+  return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
 inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
@@ -297,6 +303,7 @@ struct Pass {
     const Log::Lock lock(*log);
     log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (--log->passes > 0) return;
+    if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
@@ -320,6 +327,11 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>()).def_property_readonly("beyond", [](const Learned& l) { return l.beyond.load(); });
+  module.def("bytes_in_use", [] {
+    const InUse now = InUse::now();
+    return py::make_tuple(now.allocated, now.free, InUse::read_resident());
+  });
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)
       .def_readonly("dropped", &Saved::dropped)
@@ -335,6 +347,10 @@ inline void add_record(py::module_ module) {
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("seen", &Pass::seen)
+      .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
+        p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
+      })
+      .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

@@ -173,6 +173,7 @@ struct Value {
   bool listed = false;   // among what the pass has saved
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
   int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
+  int64_t above = 0;     // under a limit: bytes of the values, made again, that are made of it one after another
   uint64_t seen = 0;     // the last walk that came here, and what it found
   bool can = false;
 };
@@ -223,6 +224,8 @@ inline uint64_t flags_now() {
   return bits * 2 + (tiny == 0.0);
 }
 
+class Limit;
+
 struct Policy {
   bool products = false, everything = false;
   int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
@@ -246,6 +249,7 @@ struct Log {
   uint64_t flags = flags_now(), stamp = 0;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
+  std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;
   int passes = 0;           // that are open and write into it
   at::CallbackHandle callback = 0;

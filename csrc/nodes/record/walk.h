@@ -3,6 +3,7 @@
 
 #include "replay.h"
 
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -278,9 +279,23 @@ inline void release(Log& log, int v) {
   }
 }
 
+// Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
+inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
+  int64_t most = 0;
+  for_inputs(log, call, [&](int in) { most = std::max(most, log.values[in].made.numel()); });
+  bool several = most == 0;
+  for_inputs(log, call, [&](int in) {
+    const Value& x = log.values[in];
+    if (several || 2 * x.made.numel() < most) return;
+    const auto made = scratch.find(in);
+    several = Sample::of(x.held.defined() || made == scratch.end() ? x.held : made->second).tells;
+  });
+  return several;
+}
+
 // Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
 inline bool has_its_bits(Log& log, int v) {
-  c10::SmallVector<uint64_t, 4> untried;
+  c10::SmallVector<int, 4> untried;  // calls
   c10::SmallVector<int, 16> left{v};
   ++log.stamp;
   while (!left.empty()) {
@@ -288,15 +303,14 @@ inline bool has_its_bits(Log& log, int v) {
     Value& x = log.values[one];
     if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
     Call& call = log.calls[x.call];
-    const uint64_t kind = kind_of(log, call);
-    if (!trust().is_enough(kind)) untried.push_back(kind);
+    if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
   if (untried.empty()) return true;
   const Tensor was = std::exchange(log.values[v].held, {});
   bool same = false, of_numbers = true;
+  std::map<int, Tensor> scratch;
   try {
-    std::map<int, Tensor> scratch;
     const Tensor again = Replay(log, &scratch).value(v), before = shown(was, log.values[v].made);
     const Below below;
     const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
@@ -304,12 +318,15 @@ inline bool has_its_bits(Log& log, int v) {
     if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
   } catch (const std::exception&) {  // an operator that raises when it is called again: its result is kept
   }
+  if (same && Sample::of(was).tells) {
+    for (const int call : untried)
+      if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
+  }
   log.values[v].held = was;
-  if (same && Sample::of(was).tells) for (const uint64_t kind : untried) trust().has(kind);
   if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
-    const uint64_t last = kind_of(log, log.calls[log.values[v].call]);
+    const int last = log.values[v].call;
     if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
-    for (const uint64_t kind : untried) trust().refuse(kind);
+    for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
   }
   return same;
 }
