@@ -72,12 +72,6 @@ def nothing_compiled_before():
 
 
 @pytest.fixture
-def by_search(monkeypatch):
-    """The test names what the search alone has; the log does the same another way, or has no need of it."""
-    monkeypatch.setenv("LEANNORM_RECORD", "0")
-
-
-@pytest.fixture
 def searched(monkeypatch):
     """`lean()` reads autograd's nodes, as it does where operators are not recorded."""
     monkeypatch.setenv("LEANNORM_RECORD", "0")

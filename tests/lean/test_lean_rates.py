@@ -286,7 +286,7 @@ class Widening(nn.Module):
         return nn.functional.cross_entropy(x.float(), torch.arange(len(x)) % x.shape[1])
 
 
-@pytest.mark.usefixtures("by_search")
+@pytest.mark.usefixtures("searched")
 def test_what_is_held_in_fewer_bytes_is_paid_for_or_left_out(file):
     torch.manual_seed(0)
     model, x = Widening(), torch.randn(256, 128, dtype=torch.bfloat16)
@@ -310,7 +310,7 @@ def test_what_is_held_in_fewer_bytes_is_paid_for_or_left_out(file):
     assert [narrow[0], narrow[-1]] == [False, True]
 
 
-@pytest.mark.usefixtures("by_search")
+@pytest.mark.usefixtures("searched")
 def test_a_pass_of_another_size_chooses_anew(file, monkeypatch):
     """For a small step the hooks may leave no time for copies in a narrower dtype."""
     monkeypatch.setattr(rates, "measure", lambda device: FOUND._replace(hold=3e-5, rebuild=3e-5))

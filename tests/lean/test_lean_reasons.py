@@ -278,6 +278,7 @@ def test_verify_holds_everything_and_finds_nothing_in_a_sound_model(setting):
     assert_as_stock(program, verify=True, **setting)
 
 
+@pytest.mark.usefixtures("searched")  # the log sees that edit, and has the bits
 def test_verify_names_what_is_wrong():
     """An edit that lean() documents as unseen: of a tensor that nobody saved, out of autograd's sight."""
 

@@ -46,6 +46,11 @@ struct Geometry {
     for (const int64_t size : sizes) n *= size;
     return n;
   }
+  // Is it all of a memory of so many bytes, element by element? Hooks get it as it is, else all of the memory in a row.
+  bool fills(int64_t bytes) const {
+    if (offset != 0 || numel() * static_cast<int64_t>(c10::elementSize(dtype)) != bytes || extent() != bytes) return false;
+    return std::find(strides.begin(), strides.end(), 0) == strides.end();
+  }
   // Bytes of the memory from its start to behind the last element.
   int64_t extent() const {
     int64_t last = offset;
@@ -69,11 +74,25 @@ inline bool plain(const Tensor& t, bool in_any_bits = false) {
          !t.is_quantized() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// A leaf that is trained, or a view of it: the caller holds it anyway.
+inline bool is_of_leaf(const Tensor& t) {
+  const at::TensorBase& base = t.is_view() ? t._base() : t;
+  return base.is_leaf() && base.requires_grad();
+}
+
 // The same memory and version counter without a graph, which could lead back to the node that saves it.
 inline Tensor alias_of(const Tensor& t) {
   auto* const impl = t.unsafeGetTensorImpl();
   return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
+
+inline thread_local bool busy = false;  // does this thread make calls itself, which are none of the log's?
+struct Busy {
+  const bool before = std::exchange(busy, true);
+  Busy() = default;
+  Busy(const Busy&) = delete;
+  ~Busy() { busy = before; }
+};
 
 inline Tensor over(c10::Storage storage, const Geometry& geometry) {
   if (geometry.device.is_cpu()) {  // as the dispatcher would, in a tenth of its time
@@ -82,6 +101,7 @@ inline Tensor over(c10::Storage storage, const Geometry& geometry) {
     made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
     return made;
   }
+  const Busy unseen;
   const at::AutoDispatchBelowADInplaceOrView below;
   Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
   return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
@@ -115,7 +135,25 @@ struct Sample {
 struct Code;  // encode.h
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed };
+
+// Objects of Python's, which let go of with its lock.
+template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
+  return {new Objects(std::move(objects)), [](Objects* made) {
+            const py::gil_scoped_acquire gil;
+            delete made;
+          }};
+}
+struct Elsewhere {
+  py::object bring;  // bring() returns what the user's hooks have held
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of what they got
+  bool is_other = true;  // is what they return other memory?
+};
+// What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
+// what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None).
+struct Asked {
+  py::object flags, layer, hold, owns;
+};
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -125,8 +163,9 @@ struct Value {
   int64_t storage_bytes = 0;
   c10::VariableVersion counter;
   uint32_t version = 0;
-  Tensor held;     // an alias of the memory, or a copy of it
+  Tensor held;     // an alias of the memory, or a copy of it; without memory, where it is `elsewhere`
   std::shared_ptr<const Code> code;  // by which `held` is read, where it is a copy in fewer bytes
+  std::shared_ptr<Elsewhere> elsewhere;
   Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
   Tensor rebuilt;
   Sample sample;
@@ -163,6 +202,10 @@ struct Call {
   c10::SmallVector<int, 2> writing;   // memories
   c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
   int before = -1;                    // the version that its result is written over
+  bool sends = false;                 // to other ranks, within
+  c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
+  int outer = -1;                     // the call on a subclass that it is a part of
+  bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
   uint64_t kind = 0;                  // of its trials, once it was asked for
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
@@ -171,6 +214,7 @@ struct Memory {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as this is there, its address does not come again
   int current = -1;  // value
   int writer = -1;   // the open call that writes it, until it has
+  bool sent = false;  // do messages come here, such as flat weights? Its counter moves as they come: nothing is made of it again
   c10::VariableVersion counter;
   uint32_t version = 0;
 };
@@ -206,8 +250,6 @@ struct Waiting {
   bool operator>(const Waiting& other) const { return due > other.due; }
 };
 
-inline thread_local bool busy = false;  // does this thread make calls again itself?
-
 struct Follower;
 struct Times;
 
@@ -223,7 +265,11 @@ struct Log {
   std::unordered_map<int, std::vector<Tensor*>> leaves;  // of a value: what saved objects hold of it
   int64_t packs = 0;  // tensors that were packed
   Policy policy;
-  py::object python_flags;  // all flags, where the pass began
+  std::shared_ptr<Asked> first;  // pass, whose flags are the log's
+  std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
+  std::vector<int> to_move;  // values that may be held elsewhere
+  bool gathers = false;      // do weights come and go?
+  bool subclasses = false;   // may there be any, such as DTensors?
   uint64_t flags = flags_now(), stamp = 0;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
@@ -260,12 +306,6 @@ struct Log {
       if (state != nullptr) PyEval_RestoreThread(state);
     }
   };
-
-  ~Log() {
-    if (!python_flags) return;
-    const py::gil_scoped_acquire gil;
-    python_flags = py::object();
-  }
 
   int new_value(int memory, const Tensor& t, int call) {
     Value made;
@@ -319,7 +359,7 @@ struct Log {
     const int writer = std::exchange(memory.writer, -1), before = memory.current;
     const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
     Value made;
-    made.memory = number, made.call = is_result ? writer : -1, made.made = values[before].made;
+    made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes;
     made.counter = memory.counter, made.version = memory.counter.current_version();
     values.push_back(std::move(made));
@@ -327,18 +367,23 @@ struct Log {
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;
     // Where autograd has not seen it, whoever has saved the memory reads what is there now.
     Value& old = values[before];
-    if (old.saves == 0 || old.counter.current_version() != old.version) return;
+    if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
   }
+  bool is_in_subclass() const { return !open.empty() && calls[open.back()].of_subclass; }
   bool is_there(int v) const {
     const Memory& memory = memories[values[v].memory];
     return memory.current == v && memory.writer < 0;
   }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
+  // Is what is held there? Weights that are gathered come and go.
+  bool is_filled(const Value& x) const {
+    return x.elsewhere || x.code || static_cast<int64_t>(x.held.storage().nbytes()) >= x.made.extent();
+  }
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
-    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear();
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear();
     waiting = {}, leaves.clear();
     largest = 0;
   }

@@ -54,6 +54,7 @@ struct Rule {
   bool functional = false;  // `again` makes a new tensor of what `op` writes
   bool fills = false;
   bool ours = false;        // of leannorm, whose autograd functions call it below autograd
+  bool sends = false;       // to other ranks, which do not repeat it
   bool by_statistics = false;  // batch norm: by the scale and shift that its statistics give
 };
 
@@ -67,6 +68,13 @@ inline std::optional<c10::OperatorHandle> operator_named(const std::string& name
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
 }
 
+// Operators that send. What those of c10d write, their schemas do not say: the first argument, or nothing.
+inline bool sends(const std::string& name) {
+  for (const char* space : {"c10d::", "fsdp::", "_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "symm_mem::"})
+    if (name.rfind(space, 0) == 0) return true;
+  return false;
+}
+
 inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   auto made = std::make_unique<Rule>();
   const auto& name = op.operator_name();
@@ -76,11 +84,14 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   made->op = made->again = op;
   for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite()) made->writes.push_back(i);
+  made->sends = sends(made->name);
+  if (made->name.rfind("c10d::", 0) == 0 && made->name != "c10d::send") made->writes.push_back(0);
+  if (made->name == "fsdp::split_with_sizes_copy") made->writes.clear();  // weights come back to where they were before
   bool shows = false, seeded = false;  // a view of an argument; random numbers
   for (const auto& result : schema.returns()) shows |= result.alias_info() && made->writes.empty();
   for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) || shows) made->kind = Kind::kSkip;
-  else made->kind = seeded ? Kind::kOnce : Kind::kCheap;
+  else made->kind = seeded || made->sends ? Kind::kOnce : Kind::kCheap;
   if (const auto row = table().find(name.name); row != table().end()) {
     const Row& of = row->second;
     made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills;

@@ -1,118 +1,34 @@
 // What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
 #pragma once
 
+#include "price.h"
 #include "replay.h"
+#include "trust.h"
 
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace leannorm::recording {
 
-// ---------------------------------------------------------------- trust
-
-// How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several values speak
-// for others. A kind that once gave other bits is refused.
-class Trust {
- public:
-  bool is_enough(uint64_t kind) { return count(kind) >= kEnough; }
-  bool is_refused(uint64_t kind) { return count(kind) < 0; }
-  void has(uint64_t kind) { change(kind, 1); }
-  void refuse(uint64_t kind) { change(kind, -kMany); }
-  void forget() {
-    const std::lock_guard lock(mutex_);
-    counts_.clear();
-  }
-
- private:
-  static constexpr int kEnough = 2, kMany = 1 << 20;
-  static constexpr size_t kMostKinds = 1 << 16;
-  std::mutex mutex_;  // operators run in several threads at once
-  std::unordered_map<uint64_t, int> counts_;
-
-  int count(uint64_t kind) {
-    const std::lock_guard lock(mutex_);
-    const auto known = counts_.find(kind);
-    return known == counts_.end() ? 0 : known->second;
-  }
-  void change(uint64_t kind, int by) {
-    const std::lock_guard lock(mutex_);
-    if (counts_.size() > kMostKinds) counts_.clear();
-    counts_[kind] += by;
-  }
-};
-inline Trust& trust() {
-  static auto* const known = new Trust();
-  return *known;
-}
-
-inline uint64_t hash_of(const Log& log, const Call& call) {
-  uint64_t h = call.rule->id;
-  const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
-  const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
-  mix(call.grad_mode), mix(log.flags);
-  for (const IValue& v : call.args) {
-    if (v.isInt()) mix(v.toInt());
-    else if (v.isBool()) mix(v.toBool() + 2);
-    else if (v.isDouble()) mix_double(v.toDouble());
-    else if (v.isComplexDouble()) mix_double(v.toComplexDouble().real()), mix_double(v.toComplexDouble().imag());
-    else if (v.isIntList()) { for (const int64_t i : v.toIntVector()) mix(i + 7); }
-    else if (v.isDoubleList()) { for (const double d : v.toDoubleVector()) mix_double(d); }
-    else if (v.isString()) mix(std::hash<std::string>()(v.toStringRef()));
-    else mix(v.isNone());
-  }
-  for (const Read& one : call.reads) {
-    const Geometry& g = log.geometry_of(one);
-    mix(static_cast<uint64_t>(g.dtype) * 64 + static_cast<uint64_t>(g.device.type())), mix(one.at), mix(one.geometry < 0);
-    for (size_t i = 0; i < g.sizes.size(); ++i) mix(g.strides[i] == 1 ? i + 11 : g.strides[i] == 0);
-  }
-  return h;
-}
-inline uint64_t kind_of(const Log& log, Call& call) {
-  if (call.kind == 0) call.kind = hash_of(log, call) & ~uint64_t{1};
-  return call.kind + call.by_result;
-}
-
-// ---------------------------------------------------------------- price
-
-inline int64_t product_of(c10::IntArrayRef sizes) {
-  int64_t n = 1;
-  for (const int64_t v : sizes) n *= v;
-  return n;
-}
-
-constexpr int64_t kConvolution = 768;  // operations for each value of the output, above which it is costly
-constexpr int64_t kAttention = 1024;
-
-inline bool is_costly(const Log& log, const Call& call) {
-  if (call.outs.empty()) return true;
-  const Geometry& out = log.values[call.outs[0]].made;
-  const auto sizes = [&](int at) -> c10::IntArrayRef {
-    for (const Read& one : call.reads)
-      if (one.at == at) return log.geometry_of(one).sizes;
-    return {};
-  };
-  switch (call.rule->formula) {
-    case Formula::kConvolution: {
-      const auto x = sizes(0), weight = sizes(1);
-      if (weight.size() < 2) return true;
-      int64_t each = 2 * product_of(weight.slice(1));
-      if (call.args[6].isBool() && call.args[6].toBool()) each = each * product_of(x) / std::max<int64_t>(out.numel(), 1);
-      return each > kConvolution;
-    }
-    case Formula::kMatrix: {  // with fewer outputs than inputs
-      const auto a = sizes(call.args.size() > 3 ? 1 : 0);
-      return a.empty() || out.sizes.empty() || a.back() > out.sizes.back();
-    }
-    case Formula::kAttention: {
-      const auto q = sizes(0), k = sizes(1);
-      if (q.empty() || k.size() < 2 || (call.args[3].isDouble() && call.args[3].toDouble() != 0.0)) return true;
-      return 4 * product_of(q) * k[k.size() - 2] > kAttention * std::max<int64_t>(out.numel(), 1);
-    }
-    default: return false;
-  }
-}
-
 // ---------------------------------------------------------------- the walk
+
+// Is all of what a dropped value is made of there? Weights that are gathered may have been freed again since.
+inline bool are_filled(const Log& log, int v) {
+  if (!log.gathers) return true;
+  std::unordered_set<int> looked;
+  std::vector<int> left{v};
+  bool all = true;
+  while (!left.empty() && all) {
+    const int one = left.back();
+    left.pop_back();
+    if (!looked.insert(one).second) continue;
+    const Value& x = log.values[one];
+    if (x.held.defined()) all = log.is_filled(x);
+    else if (x.state == Value::kDropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+  return all;
+}
 
 class Walk {
  public:
@@ -127,8 +43,9 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v)) && (x.saves == 0 || x.number < before_);
-    if (x.state == Value::kDropped) return true;
+    if (x.held.defined())
+      return !x.lost && (x.copied || (log_.is_there(v) && !log_.memories[x.memory].sent)) && log_.is_filled(x) && (x.saves == 0 || x.number < before_);
+    if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
     const bool can = made_again(v, depth) || takes(v);
@@ -141,13 +58,13 @@ class Walk {
   int64_t may_hold_;  // bytes
 
   bool says(Why reason, int v) {
-    if (why == Why::kNone || v == top_) why = reason;
+    if (why == Why::kNone || (v == top_ && why != Why::kCollective)) why = reason;
     return false;
   }
   bool takes(int v) {
     Value& x = log_.values[v];
     const Memory& memory = log_.memories[x.memory];
-    if (v == top_ || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
+    if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
@@ -198,6 +115,7 @@ class Walk {
     if (of.call < 0) return says(Why::kUnknown, v);
     if (depth == 0) return says(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
+    if (call.sends || call.rule->sends) return says(Why::kCollective, v);
     if (!call.usable) return says(Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
@@ -285,6 +203,8 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied)
+      x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
       if (x.as == Value::kPart) {
@@ -299,6 +219,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
       if (x.call < 0) continue;
       if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
+      if (!log.values[one].code) log.to_move.push_back(one);
       wait_for(log, one);
       continue;
     }
@@ -319,7 +240,7 @@ inline void release(Log& log, int v) {
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
-    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {}, x.code = {};
+    x.held.reset(), x.elsewhere.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {}, x.code = {};
     if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
 }
@@ -376,10 +297,17 @@ inline bool has_its_bits(Log& log, int v) {
   return same;
 }
 
+// A dropped value that is saved again, where it could not be made again: it is held from now on.
+inline void hold_again(Log& log, int v, Tensor held) {
+  Value& x = log.values[v];
+  x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
+  for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
+}
+
 // A saved value that is held: may it be dropped?
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
-  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost) return;
+  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost || x.elsewhere) return;
   x.state = Value::kHeld;
   const int64_t elements = x.made.numel();
   log.largest = std::max(log.largest, elements);

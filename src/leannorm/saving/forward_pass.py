@@ -44,11 +44,6 @@ class Settings(NamedTuple):
         return self.goal is None and self.hooks is None and not self.verify
 
     @property
-    def may_be_recorded(self) -> bool:
-        """Does the log know these settings?"""
-        return self.hooks is None and not self.verify
-
-    @property
     def may_be_dear(self) -> bool:
         """May the hooks alone take more time than was allowed?"""
         return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
@@ -89,22 +84,22 @@ class ForwardPass:
             most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
             self._small = SmallPass(self._search_from_here, most)
-        if self._settings.may_be_recorded and serves():
+        if serves():
             self._unpack = NODES.record_unpack
         pack = self._begin() if self._small is None else self._small.pack
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
-        if self._unpack is not unpack:
-            self._recorded = RecordedPass(self._settings.policy, self._following)
-            return self._recorded.pack
         layers = None
         if self._settings.verify:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
+        if self._unpack is not unpack:
+            self._recorded = RecordedPass(policy, self._following, hooks, layers)
+            return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
         self._packing = Packing(policy, self.ledger, following, around, layers, hooks, from_here, place)

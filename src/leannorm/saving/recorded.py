@@ -7,8 +7,10 @@ the table of operators, and says in words what the pass kept.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +20,16 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons, rows
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
+from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, Operator
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
+from leannorm.saving.shards import local_of, shared_as, spec_of
+from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack as unpack_others
+from leannorm.saving.verify import Layers, check_equal
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -43,6 +49,8 @@ _WHYS = (
     reasons.UNSEEN,
     reasons.OTHER_FLAGS,
     reasons.PLANNED,
+    reasons.COLLECTIVE,
+    reasons.SHARDED,
 )
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
@@ -108,31 +116,53 @@ if NODES is not None:
         NODES.set_operator(
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
-    NODES.set_recorded(_with_flags, unpack_others, _in_rows, _unbuilt)
+    NODES.set_recorded(
+        _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
+    )
 
 
 def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on one process's CPU tensors."""
+    """Can the log see what a pass in this thread does? It records operators on CPU tensors."""
     if NODES is None or os.environ.get("LEANNORM_RECORD", "1") != "1":
         return False
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not (ranks or torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
+    return not (torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
 
 
 class RecordedPass:
     """One pass, from its making to `close`."""
 
-    def __init__(self, policy: Policy, following: Following | None) -> None:
-        row = _PRODUCTS_OF_A_PLAN if policy.everything else _PRODUCTS
-        self._way = None if following is None else Way(following, _WHYS)
-        ask = None if self._way is None else self._way.ask
-        self._pass = NODES.RecordedPass(
-            policy.products, policy.everything, _SUMS, _CALLS, row, current(), ask
-        )
-        self._timeline: tuple[Any, ...] = ()
+    def __init__(
+        self, policy: Policy, following: Following | None, hooks: Hooks | None, layers: Layers | None
+    ) -> None:
+        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
+        self._timeline: tuple[Any, ...] = ()
+        self._way = None if following is None else Way(following, _WHYS)
+        units = Units()
+        self._pass = NODES.RecordedPass(
+            policy.products,
+            policy.everything,
+            _SUMS,
+            _CALLS,
+            _PRODUCTS_OF_A_PLAN if policy.everything else _PRODUCTS,
+            current(),
+            None if self._way is None else self._way.ask,
+            layer=None if layers is None else layers.at_work,
+            hold=None if hooks is None else partial(self._hold, hooks),
+            owns=units.owns if units.exist else None,
+            subclasses="torch.distributed.tensor" in sys.modules,
+            gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
+        )
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
+
+    def _hold(self, hooks: Hooks, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """The tensor is held by the hooks alone: what is returned brings it back. None where they fail."""
+        try:
+            return partial(hooks.unpack, hooks.pack(tensor))
+        except Exception as error:
+            self.reasons[reasons.failed(tensor, error)] += 1
+            return None
 
     def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
