@@ -1,9 +1,9 @@
-"""Draws the pages' pictures from `benchmarks/results/`: activation memory against the time of a step.
+"""Draws the pages' pictures from `benchmarks/results/`: activation memory, and the peak, against the time.
 
     python -m benchmarks.pictures [--into docs]
 
-Of compiled code it is the peak. Every picture carries the rows that it was drawn from, which a test compares
-with the files.
+Of compiled code it is the peak alone. Every picture carries the rows that it was drawn from, which a test
+compares with the files.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLM
 FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
          ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
 
-KEPT, AXES = "activation memory kept", {"compiled.svg": "peak memory of a step"}
+KEPT, PEAK = "activation memory kept", "peak memory of a step"
 SIZE = 7.5  # of labels, in points
-Point = tuple[str, float, float]
+Point = tuple[str, dict[str, float], float]  # setting, sizes by axis, time
 Box = tuple[float, float, float, float]
 
 
 def points(file: str, model: str, dtype: str | None) -> list[Point]:
-    """(setting, kept or, of compiled code, peak, time) of one model, the baseline first, to three digits."""
-    found: list[Point] = [("baseline", 1.0, 1.0)]
+    """(setting, bytes kept and peak, time) of one model, the baseline first, to three digits."""
+    axes = [PEAK] if file == COMPILED_CODE else [KEPT, PEAK]
+    found: list[Point] = [("baseline", dict.fromkeys(axes, 1.0), 1.0)]
     for row in record.read(record.FOLDER / f"{file}.json"):
         if (
             row["model"] != model
@@ -53,11 +54,10 @@ def points(file: str, model: str, dtype: str | None) -> list[Point]:
         ):
             continue
         time = row.get("ratio", row.get("time"))
-        if file == COMPILED_CODE:
-            name, size = _compiled_name(row["setting"]), row["peak_ratio"]
-        else:
-            name, size = _name(row["setting"]), row["kept_ratio"] if "kept_ratio" in row else row["held"]
-        found.append((name, round(size, 3), round(time, 3)))
+        name = _compiled_name(row["setting"]) if file == COMPILED_CODE else _name(row["setting"])
+        of_axis = {KEPT: row.get("kept_ratio", row.get("held")), PEAK: row.get("peak_ratio", row["peak"])}
+        sizes = {axis: round(of_axis[axis], 3) for axis in axes}
+        found.append((name, sizes, round(time, 3)))
     return found
 
 
@@ -74,12 +74,12 @@ def _compiled_name(setting: str) -> str:
     return f"activation_memory_budget {value}" if kind == "torch" else f"compile_options {setting}"
 
 
-def draw(axes: Any, found: Sequence[Point], title: str) -> None:
+def draw(axes: Any, found: Sequence[Point], title: str, axis: str) -> None:
     for kind, colour in COLOURS.items():
         mine = [point for point in found if point[0].startswith(kind)]
         if mine:
-            _, held, time = zip(*mine, strict=True)
-            axes.scatter(time, held, s=22, color=colour, label=kind)
+            _, sizes, time = zip(*mine, strict=True)
+            axes.scatter(time, [size[axis] for size in sizes], s=22, color=colour, label=kind)
     axes.scatter([1], [1], s=22, color="#6b7280", label="baseline: plain PyTorch")
     times = [time for _, _, time in found]
     fastest, slowest = min(times), max(times)
@@ -89,12 +89,12 @@ def draw(axes: Any, found: Sequence[Point], title: str) -> None:
     axes.grid(color="#9ca3af", alpha=0.25, linewidth=0.6)
 
 
-def label(axes: Any, found: Sequence[Point]) -> None:
-    """Write each setting beside its point, where it covers no other label and no point."""
-    dots = [axes.transData.transform((time, held)) * 72 / axes.figure.dpi for _, held, time in found]
+def label(axes: Any, found: Sequence[Point], axis: str) -> None:
+    """Write each setting next to its point, where it covers no other label and no point."""
+    dots = [axes.transData.transform((time, sizes[axis])) * 72 / axes.figure.dpi for _, sizes, time in found]
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in dots]
     left, _, right, _ = (edge * 72 / axes.figure.dpi for edge in axes.bbox.extents)
-    for (setting, held, time), (x, y) in zip(found, dots, strict=True):
+    for (setting, sizes, time), (x, y) in zip(found, dots, strict=True):
         words = setting.removeprefix("checkpoint, ").removeprefix("lean(").removesuffix(")") or "lean()"
         words = words.removeprefix("compile_options ").removeprefix("activation_memory_budget ")
         words = words.replace("torch.compile(", "compiled, budget=")
@@ -118,29 +118,39 @@ def label(axes: Any, found: Sequence[Point]) -> None:
 
         side, dy = place = min(places, key=covered)  # the first of the best
         taken.append(box(place))
-        axes.annotate(words, (time, held), xytext=(5 * side, dy), textcoords="offset points", fontsize=SIZE,
-                      ha="left" if side > 0 else "right")  # fmt: skip
+        axes.annotate(words, (time, sizes[axis]), xytext=(5 * side, dy), textcoords="offset points",
+                      fontsize=SIZE, ha="left" if side > 0 else "right")  # fmt: skip
 
 
-def picture(path: Path, panels: dict[str, list[Point]], axis: str = KEPT) -> None:
-    """The panels side by side; they share the axis of bytes."""
+def picture(path: Path, panels: dict[str, list[Point]]) -> None:
+    """A panel a model, next to each other, a row for each axis of bytes."""
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(
-        1, len(panels), figsize=(3.4 * len(panels) + 0.4, 3.3), sharey=True, squeeze=False
+    rows = list(next(iter(panels.values()))[0][1])
+    figure, grid = pyplot.subplots(
+        len(rows),
+        len(panels),
+        figsize=(3.4 * len(panels) + 0.4, 2.9 * len(rows) + 0.4),
+        sharey=True,
+        squeeze=False,
     )
-    for axes, (title, found) in zip(all_axes[0], panels.items(), strict=True):
-        draw(axes, found, title)
-    all_axes[0][0].set_ylabel(axis)
-    handles = {label: handle for axes in all_axes[0]
+    for axis, across in zip(rows, grid, strict=True):
+        for axes, (title, found) in zip(across, panels.items(), strict=True):
+            draw(axes, found, title if axis == rows[0] else "", axis)
+        across[0].set_ylabel(axis)
+    for axes in grid[:-1].flat:
+        axes.set_xlabel("")
+    handles = {label: handle for axes in grid[0]
                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+    foot = 0.2 / figure.get_figheight()
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
     figure.suptitle(
         "relative to plain PyTorch; lower and further left is better", fontsize=8.5, x=0.99, ha="right"
     )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    for axes, found in zip(all_axes[0], panels.values(), strict=True):
-        label(axes, found)
+    figure.tight_layout(rect=(0, foot, 1, 1))
+    for axis, across in zip(rows, grid, strict=True):
+        for axes, found in zip(across, panels.values(), strict=True):
+            label(axes, found, axis)
     figure.savefig(path, transparent=True, metadata={"Date": None, "Description": json.dumps(panels)})
     pyplot.close(figure)
 
@@ -169,7 +179,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=Path("docs"))
     into = parser.parse_args().into
     for name, panels in pictures().items():
-        picture(into / name, panels, AXES.get(name, KEPT))
+        picture(into / name, panels)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,12 @@ def nothing_compiled_before():
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def searched(monkeypatch):
+    """`lean()` reads autograd's nodes, as it does where operators are not recorded."""
+    monkeypatch.setenv("LEANNORM_RECORD", "0")
+
+
 @pytest.fixture(params=["nodes", "python"])
 def with_and_without_nodes(request, monkeypatch):
     """Are the C++ nodes there? They tell more; without them other evidence has to do."""

@@ -252,7 +252,8 @@ def test_backends_do_not_import_each_other():
         "shown",
     ]
     of = {name: before[:i] for i, name in enumerate(before)} | {"library": []}
-    of |= {"aten": before, "cpu": [*before, "library"], "triton": [*before, "triton"]}
+    of |= {"native": [], "aten_rows": [*before, "native"], "aten": [*before, "native", "aten_rows"]}
+    of |= {"cpu": [*before, "library"], "triton": [*before, "triton"]}
     names = {p.stem for p in folder.iterdir()} - {"__init__", "__pycache__"}
     assert names == set(of)
     for path in set(folder.rglob("*.py")) - {folder / "__init__.py"}:
@@ -285,7 +286,7 @@ def test_an_activation_is_named_in_five_files():
         assert naming(name) >= ACTIVATION_FILES, name
 
 
-BESIDE = "shown.py", "aten.py", "as_given.py"
+BESIDE = "shown.py", "aten.py", "aten_rows.py", "native.py", "as_given.py"
 
 
 def test_an_operator_is_named_in_few_files_of_the_kernels():

@@ -111,17 +111,22 @@ def test_pictures_show_what_was_measured(name):
     assert json.loads(said) == json.loads(json.dumps(pictures.pictures()[name]))
     for panel in pictures.pictures()[name]:
         assert panel in drawn
+    assert f">{pictures.PEAK}<" in drawn
+    assert (f">{pictures.KEPT}<" in drawn) is (name != "compiled.svg")
 
 
 def test_a_picture_is_the_same_each_time_and_has_a_dot_for_every_setting(tmp_path):
-    found = [("baseline", 1.0, 1.0), ("lean()", 0.5, 1.02), ('lean("conv")', 0.2, 1.2)]
-    found += [("checkpoint, every block", 0.3, 1.3)]
+    shown = [("baseline", 1.0, 1.0), ("lean()", 0.5, 1.02), ('lean("conv")', 0.2, 1.2)]
+    shown += [("checkpoint, every block", 0.3, 1.3)]
+    sizes = (pictures.KEPT, pictures.PEAK)
+    found = [(name, dict.fromkeys(sizes, size), time) for name, size, time in shown]
     for name in ("a.svg", "b.svg"):
         pictures.picture(tmp_path / name, {"ResNet-50, float32": found})
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn == (tmp_path / "b.svg").read_text()
-    for words in ("baseline", "lean()", '"conv"', "every block"):
+    for words in ("baseline", "lean()", '"conv"', "every block", *sizes):
         assert words in drawn
+    assert drawn.count(">every block<") == len(sizes)
 
 
 def row(model, time, **more):

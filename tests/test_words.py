@@ -1,10 +1,12 @@
-"""The pages speak as torch's own documentation does: words that sound like a translation have better ones."""
+"""Pages, docstrings and messages speak as torch's own documentation does: some words have better ones."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
 
 import pytest
+from test_docstrings import PUBLIC
 
 from leannorm.saving import reasons
 
@@ -13,6 +15,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG", "DESIGN")),
 ]
+SOURCE = ROOT / "src" / "leannorm"
 INSTEAD = {
     r"stock": "baseline, or plain PyTorch",
     r"held": "kept, or saved for backward",
@@ -46,6 +49,78 @@ def test_a_page_has_no_word_for_which_there_is_a_better_one(page):
 def test_such_a_word_is_found_in_prose_alone():
     assert set(found_in("Bytes held, of stock's, beside torch")) == {"stock", "held", "beside"}
     assert found_in("`lean(held=hooks)` keeps a mushroom; see [more](rooms.md)\n\n    what is held\n") == {}
+
+
+def documented(name):
+    """The docstrings that `help()` shows of a public name: its own, and those of its public methods."""
+    value = PUBLIC[name]
+    methods = vars(value) if inspect.isclass(value) else {}
+    yield name, inspect.getdoc(value)
+    for of, method in methods.items():
+        if not of.startswith("_") and getattr(method, "__doc__", None) and not isinstance(method, str):
+            yield f"{name}.{of}", inspect.getdoc(method)
+
+
+def words_of(docstring):
+    """Its sentences, without the names of arguments, the example and what makes the text look like code."""
+    text = docstring.partition(">>>")[0]
+    text = re.sub(r"(?m)^ {4}[\w, ]+:(?= )", "", text)
+    return "\n".join(line.lstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_docstring_has_no_such_word(name):
+    assert {of: found_in(words_of(text)) for of, text in documented(name) if found_in(words_of(text))} == {}
+
+
+def messages(source):
+    """The text of each error that is raised and of each warning, and the helps of the command's options."""
+    for node in ast.walk(ast.parse(source)):
+        raised = isinstance(node, ast.Raise) and node.exc is not None
+        if not raised and not (isinstance(node, ast.Call) and ast.unparse(node.func) in SAYING):
+            continue
+        pieces = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+        yield node.lineno, "".join(piece for piece in pieces if isinstance(piece, str))
+
+
+SAYING = {"warnings.warn", "typer.Option", "typer.Argument", "Line", "Fact", "progress"}
+OTHERS = {"evidence.py", "moved.py", "values.py"}  # of saving/: their messages name attributes
+
+
+@pytest.mark.parametrize("room", sorted(p.name for p in SOURCE.iterdir() if p.suffix in ("", ".py")))
+def test_a_message_has_no_such_word(room):
+    files = [SOURCE / room] if room.endswith(".py") else sorted((SOURCE / room).rglob("*.py"))
+    found = {
+        f"{path.relative_to(SOURCE)}:{line}": words
+        for path in files
+        if not (room == "saving" and path.name in OTHERS)
+        for line, text in messages(path.read_text())
+        if (words := found_in(text))
+    }
+    assert found == {}
+
+
+def test_a_reason_has_no_such_word():
+    text = [v for v in vars(reasons).values() if isinstance(v, str) and " " in v]
+    of_functions = [
+        node.value
+        for function in ast.walk(ast.parse(inspect.getsource(reasons)))
+        if isinstance(function, ast.FunctionDef)
+        for statement in function.body[1:]
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(text) > 20
+    said = (re.sub(r"lean\(held=.*?\)\)", "", one) for one in (*text, *of_functions))
+    assert [one for one in said if found_in(one)] == []
+
+
+def test_such_a_word_is_found_in_docstrings_and_messages():
+    docstring = "Keep.\n\n    Args:\n    held: what is held.\n\n>>> stock = 1\n"
+    assert set(found_in(words_of(docstring))) == {"held"}
+    source = 'def f():\n    if x:\n        raise E(f"{a} of stock\'s, {b} beside")\n    raise E(g("told"))\n'
+    found = {line: set(found_in(text)) for line, text in messages(source)}
+    assert found == {3: {"stock", "beside"}, 4: {"told|tells"}}
 
 
 def test_a_change_is_one_line():

@@ -9,7 +9,7 @@
 #include "graph.h"
 #include "learning.h"
 #include "norms.h"
-#include "record/hooks.h"
+#include "record/pass.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 

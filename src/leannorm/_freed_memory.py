@@ -62,7 +62,7 @@ def _why_not() -> str | None:
     process = ctypes.CDLL(None)
     for symbol, name in _OTHER_ALLOCATORS.items():
         if hasattr(process, symbol):
-            return f"{name} serves this process in glibc's place and has settings of its own"
+            return f"{name} is used by this process in place of glibc's allocator and has settings of its own"
     if not hasattr(process, "gnu_get_libc_version"):
         return "the C library is not glibc"
     return None

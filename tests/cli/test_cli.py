@@ -78,7 +78,10 @@ def test_the_commands_are_told_in_whole_sentences(capsys):
     assert "..." not in listed
     for name in ("profile", "fit", "doctor", "fold"):
         assert f"{name} " in listed
-    assert "Find the largest batch that fits in a memory, stock and under each lean setting." in listed
+    assert (
+        "Find the largest batch that fits in a memory, in plain PyTorch and under each lean setting."
+        in listed
+    )
 
 
 def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):

@@ -152,7 +152,7 @@ def test_where_stock_does_not_repeat_nobody_is_blamed(few, monkeypatch):
     monkeypatch.setattr(module, "train", lambda d, e, b, seed, *rest: train(d, e, b, next(seeds), *rest))
     report = demo((), epochs=1, batch_size=160, digits=few)
     assert report
-    assert "other bits at each run here, stock's too" in report.summary()
+    assert "other bits at each run here, plain PyTorch's too" in report.summary()
 
 
 def test_a_missing_library_is_named(monkeypatch):

@@ -116,7 +116,7 @@ def batches():
 """
     )
     assert main(["doctor", "once:made", "--data", "once:batches", "--fix", "--fail-on", "error"]) == 0
-    assert "1 settings mended on a copy: 0 findings left" in capsys.readouterr().out
+    assert "1 settings fixed on a copy: 0 findings left" in capsys.readouterr().out
 
 
 def test_fix_is_a_diff_and_leaves_outputs_as_they_were(network, capsys, tmp_path):
@@ -159,7 +159,7 @@ def test_what_stops_the_batches_does_not_stop_the_rest(network, batches, capsys)
     assert f"without batches: {HERE}:divides_by_0 does not run on a" in told
     assert "eps must be positive" in json.loads((network / "out.json").read_text())["stopped"]
     assert main([*arguments, "--fix"]) == 1
-    assert "1 settings mended on a copy: 0 findings left" in capsys.readouterr().out
+    assert "1 settings fixed on a copy: 0 findings left" in capsys.readouterr().out
 
 
 def test_layers_with_another_consequence_have_their_own_why(network, capsys):
@@ -244,6 +244,6 @@ def _on_a_rank(rank, *arguments):
 def test_in_a_job_the_first_rank_tells_what_all_have_found():
     (status, told), other = ranks(2, _on_a_rank, "--fix")
     assert "rank 0: eps=1e-05; rank 1: eps=0.0001" in told
-    assert "0 settings mended" in told
+    assert "0 settings fixed" in told
     assert status == other[0] == 1
     assert other[1] == ""

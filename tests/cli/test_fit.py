@@ -315,7 +315,7 @@ def test_budgets_and_peaks_are_counted_by_the_first_pass_too():
     for one in report.fits[1:]:
         assert one.later <= one.nbytes <= 40 * 10**6
     assert any(one.later < one.nbytes for one in report.fits[1:])
-    assert "budget 0.5: as many samples as the first pass, which makes the plan, has room for" in str(report)
+    assert "budget 0.5: as many samples as fit in the first pass, which makes the plan" in str(report)
 
 
 def test_plans_of_the_process_are_as_they_were():

@@ -64,7 +64,7 @@ def test_a_recipe_whose_numbers_are_others_rests(monkeypatch):
     """It is tried, and what it makes is compared."""
     one = gelu_by(monkeypatch, lambda node, *rest: Step(torch.cos, (saved(node, "self"),)))
     assert one.state == RESTING
-    assert "outputs of GeluBackward0, and held: a rebuild had other bits" in one.why
+    assert "outputs of GeluBackward0, and kept: a rebuild had other bits" in one.why
 
 
 def test_a_kind_of_node_that_torch_makes_no_more_rests(monkeypatch):

@@ -193,8 +193,6 @@ def test_what_lean_saved_is_one_line():
             loss = model(torch.randn(2, 3, 20, 20)).sum()
         loss.backward()
     kept, rebuilt = saved.kept_bytes / 1e3, saved.rebuilt_bytes / 1e3
-    told = (
-        f"lean({kept:.1f} KB kept, {rebuilt:.1f} KB to rebuild; plan: {saved.plan.ratio:.2f} of stock's bytes"
-    )
+    told = f"lean({kept:.1f} KB kept, {rebuilt:.1f} KB to rebuild; plan: {saved.plan.ratio:.2f} of the bytes"
     assert repr(saved).startswith(told)
     assert repr(saved).endswith("; ".join(saved.reasons) + ")")

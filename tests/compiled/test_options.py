@@ -115,7 +115,7 @@ def test_a_report_adds_up():
 
 
 @pytest.mark.parametrize(
-    ("how", "least"), [({"budget": 0.01}, "of stock's bytes"), ({"peak": "1KiB"}, "is the least")]
+    ("how", "least"), [({"budget": 0.01}, "of the bytes"), ({"peak": "1KiB"}, "the least")]
 )
 def test_an_unreachable_goal_gives_what_there_is_and_says_so(how, least):
     model, x = Gated(), images(2, 24, 16)
@@ -124,6 +124,15 @@ def test_an_unreachable_goal_gives_what_there_is_and_says_so(how, least):
     (reason,) = options.report().reasons
     assert "out of reach" in reason
     assert least in reason
+
+
+def test_a_budget_that_lowers_no_peak_is_said():
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model, x = nn.Sequential(*hidden, nn.Linear(64, 20_000)), torch.randn(8, 64)
+    for budget, said in ((0.3, True), (1.0, False)):
+        options = leannorm.compile_options(budget=budget)
+        step(model, run_by_nodes(model, options), x)
+        assert any("this budget frees memory" in reason for reason in options.report().reasons) is said
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own

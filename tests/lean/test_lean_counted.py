@@ -21,15 +21,15 @@ def no_small_passes(monkeypatch):
 @pytest.mark.parametrize("read", [lambda y: y, lambda y: y[:]], ids=["itself", "a view"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_what_is_copied_for_a_concatenation_is_held(setting, read):
-    """A part without a recipe: its copy lives until the backward pass, and is neither rebuilt nor free."""
+    """A part that nothing repeats: its copy lives until the backward pass, is neither rebuilt nor free."""
     x, kernel = torch.randn(2, 8, 32, 32, requires_grad=True), torch.randn(8, 16, 3, 3, requires_grad=True)
     for _ in range(2):
         with lean(**SETTINGS[setting]) as saved:
-            y = torch.cat([x.cumsum(1), F.silu(x)], 1)
+            y = torch.cat([x + torch.rand_like(x), F.silu(x)], 1)
             z = torch.cat([y[:, :8] * 2, y[:, 8:]], 1)
             loss = sum(F.conv2d(read(w), kernel).sum() for w in (y, z))
         assert saved.kept_bytes + saved.rebuilt_bytes == y.nbytes + z.nbytes
-        assert saved.kept_bytes == x.nbytes  # the part, once
+        assert x.nbytes <= saved.kept_bytes <= x.nbytes + 8  # the part, once; perhaps the factor
         loss.backward()
 
 

@@ -85,7 +85,7 @@ def test_frozen_weights_do_not_make_a_pass_large(monkeypatch):
             loss = model(x).square().mean()
         loss.backward()
     assert saved.rebuilt_bytes == 0
-    assert "is held as it is" in saved.reasons[0]
+    assert "is kept as it is" in saved.reasons[0]
 
 
 def test_a_budget_reaches_what_adapters_read():

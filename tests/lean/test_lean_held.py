@@ -122,6 +122,7 @@ BY = {
 }
 
 
+@pytest.mark.usefixtures("searched")  # the log sees that edit, and has the bits
 @pytest.mark.parametrize("hooks", BY)
 def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
     """What they bring back from elsewhere is theirs, edited or in fewer bytes: as by torch's own hooks."""
@@ -146,7 +147,7 @@ def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
             gradient(lean(held=BY[hooks]))
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. .* is held, since")
+@pytest.mark.filterwarnings("ignore:leannorm. .* is kept, since")
 def test_a_sparse_tensor_stays_where_it_is():
     def gradient(context):
         x = torch.eye(64).to_sparse().requires_grad_()
@@ -209,6 +210,7 @@ def test_who_holds_a_tensor_is_counted_the_same_wherever_it_is_asked_first():
     assert len(counts) == 1
 
 
+@pytest.mark.usefixtures("searched")  # the log keeps nothing of this
 def test_what_comes_back_is_laid_out_as_it_was():
     """Torch adds an expanded tensor's gradient in another order if it reads a full copy of it."""
 

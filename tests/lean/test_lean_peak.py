@@ -162,6 +162,34 @@ def test_a_peak_below_the_least_says_what_is_possible():
     assert run.saved.reasons == []
 
 
+@pytest.mark.filterwarnings("default:leannorm. this (budget|overhead) frees memory:UserWarning")
+def test_a_budget_that_lowers_no_peak_is_said_once_and_names_the_peak(recwarn):
+    """The gradient of the last weight is nearly all of the peak, whatever is kept."""
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())]
+    model, x = nn.Sequential(*hidden, nn.Linear(64, 20_000)), torch.randn(8, 64)
+    for _ in range(3):
+        with lean(budget=0.3) as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+        assert saved.plan.ratio < 0.3
+        assert saved.plan.peak_ratio > 0.95
+        (reason,) = saved.reasons
+        assert "lowers no peak" in reason
+        assert f"{saved.plan.ratio:.2f} of the bytes" in reason
+        assert f"is {saved.plan.peak_ratio:.2f} of" in reason
+        assert "peak=0.8" in reason
+    assert [str(w.message).count("lowers no peak") for w in recwarn] == [1]
+
+
+@pytest.mark.parametrize("goal", [{"budget": 0.5}, {"overhead": 0.5}, {"peak": 0.8}], ids=str)
+def test_nothing_is_said_where_the_peak_falls(goal):
+    run = Run(*CASES["convolutions"])
+    for _ in range(2):
+        run.gradients(lean(**goal))
+    assert run.saved.plan.peak_ratio < 0.9
+    assert run.saved.reasons == []
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -78,6 +78,7 @@ class InPlace(nn.Module):
         return y.relu_()
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("blocks", [4, 12])
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
 def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch, with_and_without_nodes):
@@ -146,7 +147,7 @@ def all_rebuilt(model, x, policy, goal):
     return saved.plan
 
 
-def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
+def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes(searched):
     model, x = Bottlenecks(), torch.randn(2, 3, 48, 48)
     conv, leanest = (all_rebuilt(model, x, policy, goal) for policy, goal in ((CONV, 11.0), (LEANEST, 12.0)))
     assert conv.ratio < 0.6
@@ -156,7 +157,7 @@ def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
     assert chosen.overhead <= conv.overhead + 1e-3
 
 
-def test_an_activation_in_place_has_the_price_of_one_that_is_not():
+def test_an_activation_in_place_has_the_price_of_one_that_is_not(searched):
     def price(in_place, goal):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.SiLU(in_place), nn.Conv2d(32, 8, 1))
@@ -198,6 +199,7 @@ def test_a_plan_of_a_model_with_dropout_is_none_of_the_one_without():
     assert kept_under_a_budget(0.0, 0.25) < 0.255
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("with_and_without_nodes")
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
@@ -229,7 +231,7 @@ class Norms(nn.Module):
 
 
 def steps_of(model, inputs, **goal):
-    """Of each step the share that it kept, of stock's bytes, and its context."""
+    """Of each step the share that it kept, of the bytes, and its context."""
     told = []
     for x in inputs:
         saved = lean(**goal)
@@ -330,6 +332,7 @@ def edited():
     return model
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.usefixtures("with_and_without_nodes")
 @pytest.mark.filterwarnings("ignore:leannorm")
 def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch):
@@ -340,13 +343,14 @@ def test_a_pass_that_kept_more_than_its_plan_says_so_and_has_another(monkeypatch
         model.edits = i in (2, 3)
         ((share, saved),) = steps_of(model, [x], budget=0.5)
         shares.append(share)
-        said.append(any("more is held than the plan" in reason for reason in saved.reasons))
+        said.append(any("more is kept than the plan" in reason for reason in saved.reasons))
     assert shares[2] > shares[1] + 0.1
     assert said[2]
     assert shares[-1] == pytest.approx(shares[1], abs=0.02)
     assert not any(said[-3:])
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.filterwarnings("ignore:leannorm")
 def test_a_plan_of_a_pass_that_could_rebuild_less_is_made_again(monkeypatch):
     monkeypatch.setattr(plans, "_ANEW", 3)

@@ -256,7 +256,7 @@ def edits(rank: int) -> list[str]:
     said = []
     for what in ("weight", "weight.data", "local weight", "output", "nothing"):
         for _ in range(2):  # at first every step is compared, as the leaf is new
-            x, w = shard((64, 64), whole), shard((64, 128), cut(1), seed=1)
+            x, w = shard((64, 64), whole), shard((64, 256), cut(1), seed=1)
             with searching({"recompute": "conv"}) as saved:
                 y = F.silu(x) @ w
                 loss = F.silu(y).square().sum()
@@ -268,17 +268,19 @@ def edits(rank: int) -> list[str]:
                 error = "none"
             except RuntimeError as raised:
                 error = str(raised)
-        assert all(record.rebuilt for record in saved.records)
+        assert all(record.rebuilt for record in saved.records if record.node)
         said.append(error)
     return said
 
 
 def test_an_edit_of_a_dtensor_that_a_rebuild_needs_raises() -> None:
     weight, data, own, output, nothing = ranks(2, edits)[0]
-    assert "at version 1; expected version 0" in weight
+    of_counter = "at version 1; expected version 0", "after leannorm.lean()'s forward pass had read it"
+    unseen = "autograd does not see it", "after leannorm.lean()'s forward pass had read it"
+    assert any(sentence in weight for sentence in of_counter)
     assert "at version 1; expected version 0" in output
-    assert "autograd does not see it" in data
-    assert "autograd does not see it" in own
+    assert any(sentence in data for sentence in unseen)
+    assert any(sentence in own for sentence in unseen)
     assert nothing == "none"
 
 

@@ -124,3 +124,19 @@ def test_what_is_rebuilt_is_made_once_for_all_of_its_readers():
         calls.clear()
         loss.backward()
     assert 0 < len(calls) <= 8
+
+
+def test_who_saves_a_view_of_a_weight_reads_the_weight():
+    """It is copied for what is made of it; a node that saves a view of it sees an edit through .data."""
+    found = []
+    for context in (nullcontext, lean):
+        weight = torch.linspace(-1, 2, 48 * 48).reshape(48, 48).requires_grad_()
+        for _ in range(4):
+            weight.grad = None
+            with context():
+                root = torch.sigmoid(weight).sigmoid()
+                loss = weight[...].square().mean() + (root * root).mean()
+            weight.data.mul_(0.75)
+            loss.backward()
+        found.append(weight.grad)
+    assert torch.equal(*found)

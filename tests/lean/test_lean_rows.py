@@ -102,7 +102,8 @@ def test_of_three_tensors_one_is_left(dtype):
         with context:
             return cross_entropy(x, weight)
 
-    forward(lean("conv")).backward()
+    for _ in range(2):  # tries each kind of call
+        forward(lean("conv")).backward()
     stock, ours = (measure_step(lambda c=c: forward(c)) for c in (torch.enable_grad(), lean("conv")))
     assert stock.peak >= 3 * WHOLE
     assert ours.peak < stock.peak - 0.4 * WHOLE  # what is left is the forward pass's
@@ -356,8 +357,8 @@ def test_a_softmax_that_widens_its_input_is_held_by_that(function):
             made = function(x @ weight.T + 1.0, -1, dtype=torch.float32)
             loss = made.to(x.dtype).square().sum()
         if saved is not None and isinstance(saved, lean):
-            copies = [r.bytes for r in saved.records if r.node == "source of a cast"]
-            assert copies == [WHOLE // 2]
+            narrow = [r.bytes for r in saved.records if not r.rebuilt and r.shape[-1:] == (WORDS,)]
+            assert narrow == [WHOLE // 2] * len(narrow) != []
         loss.backward()
         return x.grad, weight.grad
 

@@ -140,7 +140,7 @@ def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_
             if saved and (forward or provenance.NODES is not None):
                 assert not saved.reasons
             elif saved:
-                assert all("ReluBackward0, and held: a rebuild had" in reason for reason in saved.reasons)
+                assert all("ReluBackward0, and kept: a rebuild had" in reason for reason in saved.reasons)
             with torch.backends.mkldnn.flags(enabled=backward):
                 loss.backward()
                 assert torch.backends.mkldnn.enabled == backward

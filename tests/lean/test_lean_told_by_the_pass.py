@@ -77,7 +77,7 @@ def test_a_cast_that_another_thread_made_before_an_optimizer_step(nodes, with_an
     assert_as_stock(program)
 
 
-def test_a_node_tells_in_which_pass_it_was_made(with_and_without_nodes):
+def test_a_node_tells_in_which_pass_it_was_made(with_and_without_nodes, searched):
     x = torch.randn(64, 64, requires_grad=True)
     others = []
     in_a_thread(lambda: others.append((nodes_of_this_thread(500), x * 2)[1]))
@@ -134,7 +134,7 @@ def test_a_mean_in_another_dtype():
     assert_as_stock(program)
 
 
-def test_a_trial_on_zeros_tells_nothing():
+def test_a_trial_on_zeros_tells_nothing(searched):
     """Of zeros nearly all kernels make the same."""
     model = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.SiLU(), nn.Conv2d(8, 8, 3))
     for x in (torch.zeros(4, 8, 16, 16), torch.randn(4, 8, 16, 16)):
@@ -185,7 +185,7 @@ def test_which_tensors_tell_of_others(name):
     assert trial._tells_of_others(values) == tells
 
 
-def test_a_kind_of_step_is_tried_on_two_tensors(monkeypatch):
+def test_a_kind_of_step_is_tried_on_two_tensors(monkeypatch, searched):
     tried, once = [], trial._try
     monkeypatch.setattr(trial, "_try", lambda step, tensor: (tried.append(step), once(step, tensor))[1])
     first, second = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
@@ -201,7 +201,7 @@ def test_a_kind_of_step_is_tried_on_two_tensors(monkeypatch):
     assert counts[1] == counts[3] == 0
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is held than the plan)")
+@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept than the plan)")
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
 @pytest.mark.parametrize("first", [True, False], ids=["contiguous first", "preserved first"])
 def test_copies_of_other_memory_formats_in_the_middle_of_a_rebuild(dtype, first):
@@ -246,7 +246,7 @@ def test_zeros_of_two_signs_are_two_constants():
 # ---------------------------------------------------------------- edits
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is held than the plan)")
+@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept than the plan)")
 def test_the_copy_that_an_edit_in_place_keeps():
     """Of a tensor that a log has saved, and that the edit is about to change."""
 
@@ -263,7 +263,7 @@ def test_the_copy_that_an_edit_in_place_keeps():
         assert_as_stock(program, **setting)
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is held than the plan)")
+@pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept than the plan)")
 @pytest.mark.parametrize("budget", [0.05, 0.5])
 def test_a_sum_that_might_have_been_in_place(budget):
     """The version tells of one edit; whether it is the sum's own, the node does not tell."""

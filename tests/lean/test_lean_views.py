@@ -90,11 +90,11 @@ def test_what_is_held_has_a_reason_by_its_bytes():
     with lean() as saved:
         loss = block(x).square().sum()
     (why,) = (r for r in saved.reasons if "ReluBackward0" in r)
-    assert "made of outputs of ConvolutionBackward0, and held: this setting does not repeat it" in why
+    assert "made of outputs of ConvolutionBackward0, and kept: this setting does not repeat it" in why
     loss.backward()
     with lean() as saved:
         loss = block(torch.cumsum(x.requires_grad_(), 0)).square().sum()
-    assert any("CumsumBackward0, and held: lean() has no recipe for it" in r for r in saved.reasons)
+    assert any("CumsumBackward0, and kept: lean() has no recipe for it" in r for r in saved.reasons)
     loss.backward()
     assert {r.why for r in saved.records if r.rebuilt} <= {""}
 

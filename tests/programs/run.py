@@ -307,10 +307,10 @@ class HookedRun(Run):
 
 
 class SharingRun(HookedRun):
-    """Stock autograd that does not look at versions."""
+    """Stock autograd that does not look at versions. Leaves are kept: their data may be replaced."""
 
     def pack(self, tensor):
-        return tensor.detach()
+        return tensor if is_leaf(tensor) else tensor.detach()
 
 
 class CopyingRun(SharingRun):

@@ -1,8 +1,11 @@
-// Python's side of the log: a pass is opened and closed, and two functions are its saved-tensor hooks.
+// The saved-tensor hooks: a tensor is saved by its value, and read back.
 #pragma once
 
 #include "../flags.h"
+#include "freed.h"
+#include "limit.h"
 #include "recorder.h"
+#include "softmax_rows.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -17,7 +20,8 @@ struct SavedObject {
   std::shared_ptr<Log> log;
   std::optional<Geometry> geometry;  // none: as the value was made
   std::optional<c10::VariableVersion> counter;
-  Tensor tensor;
+  Tensor tensor, original;  // kept as it is; under verify, what a rebuild is compared with
+  py::object spec, layer;   // how ranks share the DTensor whose local tensor the value is; the layer that saved it
   uint32_t version;
   int value;
 };
@@ -34,6 +38,10 @@ inline void forget_saved(PyObject* self) {
   auto* const s = reinterpret_cast<SavedObject*>(self);
   if (s->log && s->value >= 0) {
     const Log::Lock lock(*s->log);
+    if (const auto leaves = s->log->leaves.find(s->value); leaves != s->log->leaves.end()) {
+      std::erase(leaves->second, &s->tensor);
+      if (leaves->second.empty()) s->log->leaves.erase(leaves);
+    }
     --s->log->values[s->value].saves, --s->log->alive;
     release(*s->log, s->value);
   }
@@ -47,9 +55,117 @@ inline PyObject* new_saved() {
   if (s == nullptr) throw python_error();
   auto* const made = reinterpret_cast<SavedObject*>(s);
   new (&made->log) std::shared_ptr<Log>(), new (&made->geometry) std::optional<Geometry>(), new (&made->counter) std::optional<c10::VariableVersion>();
-  new (&made->tensor) Tensor();
+  new (&made->tensor) Tensor(), new (&made->original) Tensor(), new (&made->spec) py::object(), new (&made->layer) py::object();
   made->value = -1;
   return s;
+}
+
+// A parameter, or a view of one: it exists without autograd, also where it is frozen.
+inline bool is_parameter(const Tensor& t) {
+  const Tensor base = t.is_view() ? Tensor(t._base()) : t;
+  if (!base.is_leaf() || base.requires_grad()) return base.is_leaf();
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
+  const int is = PyObject_IsInstance(object.ptr(), ParameterClass);
+  if (is < 0) throw py::error_already_set();
+  return is == 1;
+}
+
+// What saving/recorded.py does for C++.
+struct OfPython {
+  py::object with_flags;           // with_flags(flags, saved) sets the forward pass's flags and rebuilds
+  py::object others;               // unpacks what small passes have packed
+  py::object in_rows, unbuilt;     // has a log-softmax's gradient its bits when it reads rows; what stands for one, or None
+  py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of the two
+  py::object compare;              // compare(rebuilt, original, name, layer) raises where they differ
+};
+inline OfPython& python() {
+  static auto* const set = new OfPython();
+  return *set;
+}
+
+// Values that wait for it are handed to the innermost pass's hooks, which run without the log's lock.
+inline void hand_over(Log& log) {
+  if (log.asked.empty() || log.to_move.empty()) return;
+  const auto asked = log.asked.back();
+  if (asked->hold.is_none()) return log.to_move.clear();
+  for (size_t i = 0; i < log.to_move.size();) {
+    const int v = log.to_move[i];
+    Tensor given;
+    {
+      const Log::Lock lock(log);
+      const Value& x = log.values[v];
+      if ((x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
+        ++i;  // it is being written
+        continue;
+      }
+      log.to_move.erase(log.to_move.begin() + static_cast<int64_t>(i));
+      const int64_t item = static_cast<int64_t>(c10::elementSize(x.made.dtype));
+      if (x.refs == 0 || x.elsewhere || x.state != Value::kHeld || x.copied || x.lost || x.shown.defined() || !log.is_there(v) || x.storage_bytes % item != 0) continue;
+      Geometry as = x.made;
+      if (!as.fills(x.storage_bytes)) as.sizes = {x.storage_bytes / item}, as.strides = {1}, as.offset = 0;
+      given = over(x.held.storage(), as);
+    }
+    Elsewhere made{py::none(), given.storage().getWeakStorageImpl()};
+    {
+      const Busy unseen;
+      const at::AutoGradMode mode(false);
+      made.bring = asked->hold(given);
+    }
+    if (made.bring.is_none()) continue;
+    const Log::Lock lock(log);
+    Value& x = log.values[v];
+    if (x.refs == 0 || x.state != Value::kHeld) continue;
+    if (!x.sample.taken) x.sample = Sample::of(given);
+    const Below below;
+    x.held = at::empty({0}, given.options()), x.elsewhere = of_python(std::move(made));
+  }
+}
+
+// Save the tensor by its value. `whole`: what the node saves, of which `t` is this rank's part.
+inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
+  Log& log = *current;
+  const Log::Lock lock(log);
+  if (!log.limit) encode_freed(log);  // which decides later what is dropped
+  int v = log.value_of(t);
+  if (v < 0) v = log.new_memory(t, log.open.empty() || log.is_in_subclass() ? -1 : log.open.back());
+  if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // both would be kept
+  if (log.values[v].copied) {  // for others; this node reads the memory itself, as in plain PyTorch
+    s.tensor = whole.grad_fn() ? alias_of(t) : t;
+    return;
+  }
+  if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
+  s.log = current, s.value = v;
+  Value& x = log.values[v];
+  ++x.saves, ++x.refs, ++x.left, ++log.alive;
+  if (!x.listed && !x.parameter) {
+    x.parameter = is_parameter(whole);
+    if (!x.parameter) x.listed = true, x.number = static_cast<int>(log.listed.size()), log.listed.push_back(v);
+  }
+  const bool movable = !x.parameter && !log.asked.back()->hold.is_none() && t.numel() >= log.policy.smallest;
+  const bool leaf = !whole.grad_fn() && !movable;  // autograd reads what it holds in the backward pass, also where its data is replaced
+  if (leaf) s.tensor = t;
+  if (leaf && !s.spec) log.leaves[v].push_back(&s.tensor);
+  const bool planned = log.following.back()->has_place(log, x, whole), drops = !planned || log.following.back()->drops(log, x, t);
+  if (log.times) log.times->saved(log, planned, v, whole);
+  if (!drops) keep(log, v, t, log.following.back()->why);
+  const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
+  if (x.state == Value::kDropped) {
+    if (shows_more && !leaf) s.tensor = alias_of(t);
+    else if (!are_filled(log, v)) hold_again(log, v, alias_of(t));
+    return;
+  }
+  if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
+  if (shows_more) x.call = -1;  // other memory than its call has made
+  if (movable) log.to_move.push_back(v);
+  if (!leaf && log.limit) return log.limit->saved(log, x.storage_bytes);
+  const bool waits = !log.open.empty() && x.call == log.open.back();
+  if (waits && !leaf && drops) log.calls[x.call].waiting.push_back(v);
+  else if (!leaf && drops) decide(log, v);
+  wait_for(log, v);
+  if (leaf || s.spec || !may_be_in_rows(log, log.values[v])) return;
+  const Below below;
+  const bool fits = python().in_rows(py::reinterpret_steal<py::object>(THPVariable_Wrap(whole)), log.first->flags).cast<bool>();
+  log.values[v].in_rows = fits;
 }
 
 // The pack hook.
@@ -60,31 +176,25 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   PyObject* const object = owned.ptr();
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
-  if (!current || busy || (t.is_leaf() && t.requires_grad()) || !plain(t)) {
+  if (current) ++current->packs;
+  Tensor local = t;  // of this rank
+  bool keeps = !current || busy || (t.is_leaf() && t.requires_grad());
+  if (!keeps && !plain(t)) {
+    const auto own = current->subclasses && t.key_set().has(c10::DispatchKey::Python) ? python().local(py::handle(given)) : py::none();
+    if (!own.is_none()) local = py::cast<Tensor>(own), s.spec = python().spec(py::handle(given));
+    keeps = !plain(local);
+  }
+  if (keeps) {
+    if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
-  Log& log = *current;
-  const Log::Lock lock(log);
-  int v = log.value_of(t);
-  if (v < 0) v = log.new_memory(t, log.open.empty() ? -1 : log.open.back());
-  if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
-  s.log = current, s.value = v;
-  Value& x = log.values[v];
-  ++x.saves, ++x.refs, ++x.left, ++log.alive;
-  if (!x.listed) x.listed = true, log.listed.push_back(v);
-  const bool leaf = !t.grad_fn();  // autograd reads what it holds in the backward pass, also where its data is replaced
-  if (leaf) s.tensor = t;
-  const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
-  if (x.state == Value::kDropped) {
-    if (shows_more && !leaf) s.tensor = alias_of(t);
-    return owned.release().ptr();
-  }
-  if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
-  if (shows_more) x.call = -1;  // other memory than its call has made
-  if (leaf) return owned.release().ptr();
-  if (!log.open.empty() && x.call == log.open.back()) log.calls[x.call].waiting.push_back(v);
-  else decide(log, v);
+  const auto asked = current->asked.back();
+  if (!asked->layer.is_none()) s.original = alias_of(local), s.layer = asked->layer();
+  const auto log = current;
+  save(s, local, t);
+  if (s.tensor.defined() && s.spec) s.tensor = t.grad_fn() ? t.detach() : t;
+  hand_over(*log);
   return owned.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -102,120 +212,88 @@ inline bool read_by_user() {
   return std::string(py::str(module)).rfind("leannorm.", 0) != 0;
 }
 
-inline py::object& with_flags() {  // with_flags(flags, saved): Python sets the forward pass's flags and rebuilds
-  static auto* const set = new py::object();
-  return *set;
-}
-inline py::object& others() {  // unpacks what small passes have packed
-  static auto* const unpack = new py::object();
-  return *unpack;
+// Is it made of what a user's hooks have brought from elsewhere, as they give it?
+inline bool is_of_others(const Log& log, int v) {
+  std::unordered_set<int> looked;
+  std::vector<int> left{v};
+  while (!left.empty()) {
+    const int one = left.back();
+    left.pop_back();
+    if (!looked.insert(one).second) continue;
+    const Value& x = log.values[one];
+    if (x.elsewhere && x.elsewhere->is_other) return true;
+    if (x.state == Value::kDropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+  return false;
 }
 
 inline Tensor rebuilt(SavedObject& s) {
   Log& log = *s.log;
   Value& x = log.values[s.value];
-  const bool dropped = x.state == Value::kDropped;
+  const bool dropped = x.state == Value::kDropped, read_back = x.code != nullptr;
   Tensor t;
   if (x.shown.defined()) t = x.shown;
+  else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
   else {
-    t = x.held.defined() ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
-    TORCH_CHECK(!dropped || log.values[s.value].sample.matches(Sample::of(t)), "leannorm.lean(): an output of ",
+    t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
+    TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
                 " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
                 " or leave lean() out of this part");
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
-  return dropped && read_by_user() ? t.clone() : t;
+  if (dropped && s.original.defined())
+    python().compare(t, s.original, log.calls[log.values[s.value].call].rule->name, s.layer);
+  return (dropped || read_back || log.values[s.value].elsewhere) && read_by_user() ? t.clone() : t;
 }
+
+inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
 
 // The unpack hook; `unpack_now` is called where the flags are the forward pass's.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(others().ptr(), given);
+  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
   auto& s = *reinterpret_cast<SavedObject*>(given);
   check_version(s);
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
   if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
-    return with_flags()(s.log->python_flags, py::reinterpret_borrow<py::object>(given)).release().ptr();
+    return python().with_flags(s.log->first->flags, py::handle(given)).release().ptr();
+  if (!kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !s.original.defined() && !x.rebuilt.defined() && !x.shown.defined()) {
+    const py::object stand_in = python().unbuilt(py::handle(given), py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())), dtype_of(x.made.dtype));
+    if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
+  }
   const at::AutoGradMode mode(false);
-  return THPVariable_Wrap(rebuilt(s));
+  const Tensor t = rebuilt(s);
+  const auto limit = s.log->limit;
+  py::object tensor = s.spec ? python().shared(t, s.spec) : py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
+  if (limit) limit->reads(s.log->values[s.value].storage_bytes);
+  return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
-inline PyMethodDef hooks[] = {{"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
-
-// A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
-// each write is seen by all.
-struct Pass {
-  std::shared_ptr<Log> log = current;
-  size_t first = 0;  // of what the log lists: the first that this pass saved
-  bool open = true;
-
-  Pass(const Policy& policy, py::object flags) {
-    if (!log || log->closed) {
-      log = std::make_shared<Log>();
-      log->policy = policy, log->python_flags = std::move(flags);
-      rules.forget_others();
-      at::RecordFunctionCallback callback(&begin, &end);
-      log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
-      current = log;
-    }
-    const Log::Lock lock(*log);
-    ++log->passes, first = log->listed.size();
-  }
-  void close() {
-    if (!std::exchange(open, false)) return;
-    const Log::Lock lock(*log);
-    if (--log->passes > 0) return;
-    at::removeCallback(log->callback);
-    log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear();
-    if (current == log) current.reset();
-  }
-  size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
-  // Of each value that was saved: the operator that made it, sizes, dtype, bytes of its storage, is it dropped, why not; then
-  // what is held to make others.
-  py::list rows() const {
-    const Log::Lock lock(*log);
-    py::list rows;
-    const auto add = [&](const Value& x) {
-      rows.append(py::make_tuple(x.call < 0 ? std::string() : log->calls[x.call].rule->name, py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())),
-                                 py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(x.made.dtype))), x.storage_bytes,
-                                 x.state == Value::kDropped, static_cast<int>(x.why), x.saves));
-    };
-    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
-      if (log->values[log->listed[i]].refs > 0) add(log->values[log->listed[i]]);
-    for (const Value& x : log->values) if (!x.listed && x.held.defined() && (x.call >= 0 || x.copied)) add(x);
-    return rows;
-  }
-};
-
-inline void add_record(py::module_ module) {
-  saved_type.tp_dealloc = &forget_saved, saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
-  for (auto* def = hooks; def->ml_name != nullptr; ++def)
-    module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
-  py::class_<Pass>(module, "RecordedPass")
-      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags) {
-             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row}, std::move(flags));
-           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"))
-      .def("close", &Pass::close)
-      .def("rows", &Pass::rows)
-      .def("seen", &Pass::seen)
-      .def("calls", [](const Pass& p) {
-        std::vector<std::string> names;
-        for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
-        return names;
-      });
-  module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, const std::string& instead,
-                                const std::vector<std::pair<int, int>>& sources) {
-    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, instead};
-    for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
-    table()[name] = std::move(row);
-  });
-  module.def("set_recorded", [](py::object set, py::object unpack) { with_flags() = std::move(set), others() = std::move(unpack); });
-  module.def("forget_trials", [] { trust().forget(); });
+// For `Unbuilt`: a reader needs no rebuild, and what the rows are made of.
+inline PyObject* skip(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  Replay(*s.log).used(s.value);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
+inline PyObject* rows_of(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  const at::AutoGradMode mode(false);
+  const RowsSource source = source_of_rows(*s.log, s.value);
+  Replay(*s.log).used(s.value);
+  py::list casts;
+  for (const at::ScalarType to : source.casts) casts.append(dtype_of(to));
+  return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(source.rows)), casts).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
 
 }  // namespace leannorm::recording

@@ -12,7 +12,10 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <mutex>
+#include <queue>
+#include <thread>
 #include <vector>
 
 namespace leannorm::recording {
@@ -43,6 +46,11 @@ struct Geometry {
     for (const int64_t size : sizes) n *= size;
     return n;
   }
+  // Is it all of a memory of so many bytes, element by element? Hooks get it as it is, else all of the memory in a row.
+  bool fills(int64_t bytes) const {
+    if (offset != 0 || numel() * static_cast<int64_t>(c10::elementSize(dtype)) != bytes || extent() != bytes) return false;
+    return std::find(strides.begin(), strides.end(), 0) == strides.end();
+  }
   // Bytes of the memory from its start to behind the last element.
   int64_t extent() const {
     int64_t last = offset;
@@ -66,13 +74,34 @@ inline bool plain(const Tensor& t, bool in_any_bits = false) {
          !t.is_quantized() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// A leaf that is trained, or a view of it: the caller holds it anyway.
+inline bool is_of_leaf(const Tensor& t) {
+  const at::TensorBase& base = t.is_view() ? t._base() : t;
+  return base.is_leaf() && base.requires_grad();
+}
+
 // The same memory and version counter without a graph, which could lead back to the node that saves it.
 inline Tensor alias_of(const Tensor& t) {
   auto* const impl = t.unsafeGetTensorImpl();
   return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
 
+inline thread_local bool busy = false;  // does this thread make calls itself, which are none of the log's?
+struct Busy {
+  const bool before = std::exchange(busy, true);
+  Busy() = default;
+  Busy(const Busy&) = delete;
+  ~Busy() { busy = before; }
+};
+
 inline Tensor over(c10::Storage storage, const Geometry& geometry) {
+  if (geometry.device.is_cpu()) {  // as the dispatcher would, in a tenth of its time
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                           c10::scalarTypeToTypeMeta(geometry.dtype));
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+    return made;
+  }
+  const Busy unseen;
   const at::AutoDispatchBelowADInplaceOrView below;
   Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
   return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
@@ -103,8 +132,28 @@ struct Sample {
   bool matches(const Sample& other) const { return !taken || !other.taken || bits == other.bits; }
 };
 
+struct Code;  // encode.h
+
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed };
+
+// Objects of Python's, which let go of with its lock.
+template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
+  return {new Objects(std::move(objects)), [](Objects* made) {
+            const py::gil_scoped_acquire gil;
+            delete made;
+          }};
+}
+struct Elsewhere {
+  py::object bring;  // bring() returns what the user's hooks have held
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of what they got
+  bool is_other = true;  // is what they return other memory?
+};
+// What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
+// what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None).
+struct Asked {
+  py::object flags, layer, hold, owns;
+};
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -114,7 +163,9 @@ struct Value {
   int64_t storage_bytes = 0;
   c10::VariableVersion counter;
   uint32_t version = 0;
-  Tensor held;     // an alias of the memory, or a copy of it
+  Tensor held;     // an alias of the memory, or a copy of it; without memory, where it is `elsewhere`
+  std::shared_ptr<const Code> code;  // by which `held` is read, where it is a copy in fewer bytes
+  std::shared_ptr<Elsewhere> elsewhere;
   Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
   Tensor rebuilt;
   Sample sample;
@@ -123,9 +174,16 @@ struct Value {
   bool copied = false;   // is `held` a copy?
   bool marked = false;   // its counter moved once more behind the call that wrote it
   bool lost = false;     // it was overwritten past the dispatcher
-  bool listed = false;   // among what the pass has saved
+  bool listed = false;   // among what the pass has saved, as its
+  int number = 0;
+  bool in_rows = false;    // may its gradient read it some rows at a time?
+  bool parameter = false;  // memory of a parameter, which is there without autograd, too
+  // Of a value that nobody has saved, and that is held to make one that is dropped:
+  enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
+  int instead = -1;        // that one
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
   int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
+  int64_t above = 0;     // under a limit: bytes of the values, made again, that are made of it one after another
   uint64_t seen = 0;     // the last walk that came here, and what it found
   bool can = false;
 };
@@ -144,6 +202,11 @@ struct Call {
   c10::SmallVector<int, 2> writing;   // memories
   c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
   int before = -1;                    // the version that its result is written over
+  bool sends = false;                 // to other ranks, within
+  c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
+  int outer = -1;                     // the call on a subclass that it is a part of
+  bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
+  uint64_t kind = 0;                  // of its trials, once it was asked for
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
 
@@ -151,6 +214,7 @@ struct Memory {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as this is there, its address does not come again
   int current = -1;  // value
   int writer = -1;   // the open call that writes it, until it has
+  bool sent = false;  // do messages come here, such as flat weights? Its counter moves as they come: nothing is made of it again
   c10::VariableVersion counter;
   uint32_t version = 0;
 };
@@ -170,11 +234,24 @@ inline uint64_t flags_now() {
   return bits * 2 + (tiny == 0.0);
 }
 
+class Limit;
+
 struct Policy {
   bool products = false, everything = false;
   int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
   int64_t smallest = 1024, much_larger = 32;
+  bool by_plan = false;  // what is in a row was planned: `runs` bounds the longest chain of calls alone
 };
+
+// A value that is held and might be in fewer bytes, once nobody else has its memory: it is looked at now and then.
+struct Waiting {
+  int value;
+  int64_t due, gap;  // in tensors that are packed
+  bool operator>(const Waiting& other) const { return due > other.due; }
+};
+
+struct Follower;
+struct Times;
 
 struct Log {
   std::vector<Value> values;
@@ -184,35 +261,51 @@ struct Log {
   std::vector<int> listed;  // values that nodes have saved, in order
   ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
   std::vector<int> open;    // calls that have begun and not ended
+  std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
+  std::unordered_map<int, std::vector<Tensor*>> leaves;  // of a value: what saved objects hold of it
+  int64_t packs = 0;  // tensors that were packed
   Policy policy;
-  py::object python_flags;  // all flags, where the pass began
+  std::shared_ptr<Asked> first;  // pass, whose flags are the log's
+  std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
+  std::vector<int> to_move;  // values that may be held elsewhere
+  bool gathers = false;      // do weights come and go?
+  bool subclasses = false;   // may there be any, such as DTensors?
   uint64_t flags = flags_now(), stamp = 0;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
+  std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;
   int passes = 0;           // that are open and write into it
+  std::vector<Follower*> following;  // one for each pass that is open
+  std::shared_ptr<Times> times;      // if a plan is to be made of the pass
   at::CallbackHandle callback = 0;
-  std::recursive_mutex mutex;
+  std::atomic<const void*> owner = nullptr;  // the thread that reads or writes it, by an address of its own
+  int depth = 0;
 
-  // Two threads may come here: operators run without Python's lock, hooks and destructors with it.
+  // Two threads may come here: operators run without Python's lock, hooks and destructors with it. One thread may come
+  // twice: what is freed in here may free what was saved.
   struct Lock {
-    explicit Lock(Log& log) : log_(log), lock_(log.mutex, std::defer_lock) {
-      if (!lock_.try_lock()) {
-        const bool has_gil = PyGILState_Check();
-        PyThreadState* const state = has_gil ? PyEval_SaveThread() : nullptr;
-        lock_.lock();
-        if (has_gil) PyEval_RestoreThread(state);
-      }
+    explicit Lock(Log& log) : log_(log) {
+      const void* const me = &busy;
+      const void* nobody = nullptr;
+      const bool again = log_.owner.load(std::memory_order_relaxed) == me;
+      if (!again && !log_.owner.compare_exchange_strong(nobody, me, std::memory_order_acquire)) wait(me);
+      ++log_.depth;
+    }
+    Lock(const Lock&) = delete;
+    ~Lock() {
+      if (--log_.depth == 0) log_.owner.store(nullptr, std::memory_order_release);
     }
     Log& log_;
-    std::unique_lock<std::recursive_mutex> lock_;
-  };
 
-  ~Log() {
-    if (!python_flags) return;
-    const py::gil_scoped_acquire gil;
-    python_flags = py::object();
-  }
+   private:
+    void wait(const void* me) {
+      PyThreadState* const state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+      for (const void* nobody = nullptr; !log_.owner.compare_exchange_weak(nobody, me, std::memory_order_acquire); nobody = nullptr)
+        std::this_thread::yield();
+      if (state != nullptr) PyEval_RestoreThread(state);
+    }
+  };
 
   int new_value(int memory, const Tensor& t, int call) {
     Value made;
@@ -266,7 +359,7 @@ struct Log {
     const int writer = std::exchange(memory.writer, -1), before = memory.current;
     const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
     Value made;
-    made.memory = number, made.call = is_result ? writer : -1, made.made = values[before].made;
+    made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes;
     made.counter = memory.counter, made.version = memory.counter.current_version();
     values.push_back(std::move(made));
@@ -274,23 +367,28 @@ struct Log {
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;
     // Where autograd has not seen it, whoever has saved the memory reads what is there now.
     Value& old = values[before];
-    if (old.saves == 0 || old.counter.current_version() != old.version) return;
+    if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
   }
+  bool is_in_subclass() const { return !open.empty() && calls[open.back()].of_subclass; }
   bool is_there(int v) const {
     const Memory& memory = memories[values[v].memory];
     return memory.current == v && memory.writer < 0;
   }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
+  // Is what is held there? Weights that are gathered come and go.
+  bool is_filled(const Value& x) const {
+    return x.elsewhere || x.code || static_cast<int64_t>(x.held.storage().nbytes()) >= x.made.extent();
+  }
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
-    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear();
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear();
+    waiting = {}, leaves.clear();
     largest = 0;
   }
 };
 
 inline thread_local std::shared_ptr<Log> current;
-inline thread_local bool busy = false;  // does this thread make calls again itself?
 
 }  // namespace leannorm::recording

@@ -2,7 +2,7 @@
 // runs, and with its results when it has run.
 #pragma once
 
-#include "walk.h"
+#include "plan.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -16,10 +16,26 @@ struct Opened : at::ObserverContext {
   int call = -1;
 };
 
+// Is it a weight that is gathered, and gets what it held before?
+inline bool is_gathered(const Log& log, const Tensor& t) {
+  const auto& first = log.first;
+  if (!first || !first->owns) return false;
+  const py::gil_scoped_acquire gil;
+  return !first->owns.is_none() && py::cast<bool>(first->owns(t));
+}
+
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
   if (!t.defined()) return;
-  if (!plain(t)) return void(call.usable = false);
+  if (call.rule->formula == Formula::kMatrix) call.whole.push_back(t.dim() == 0 ? 1 : t.size(-1));
+  if (!plain(t)) {
+    call.usable = false, call.of_subclass |= t.key_set().has(c10::DispatchKey::Python);
+    return;
+  }
+  const size_t known = log.values.size();
   const int v = log.value_or_new(t);
+  Value& x = log.values[v];
+  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && is_gathered(log, t))  // a norm's, before it is freed
+    x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
   int geometry = -1;
   if (!log.values[v].made.is_of(t)) {
     geometry = static_cast<int>(log.geometries.size());
@@ -29,7 +45,18 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
       else log.values[v].call = -1;
     }
   }
+  if (log.times) log.times->read(static_cast<int>(log.calls.size()) - 1, call.reads.size(), v, t);
   call.reads.push_back({at, place, v, geometry});
+}
+
+inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
+  const auto is = [](const Tensor& t) { return t.defined() && t.key_set().has(c10::DispatchKey::Python); };
+  for (const IValue& v : inputs) {
+    if (v.isTensor() && is(v.toTensor())) return true;
+    if (v.isTensorList())
+      for (const Tensor& t : v.toTensorVector()) if (is(t)) return true;
+  }
+  return false;
 }
 
 // The memory of `t` is written when this call runs: what is made again from what it holds now gets a copy of it.
@@ -37,10 +64,14 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
-  if (value.held.defined() && !value.copied && value.refs > value.saves)
-    value.held = copy_of(value.held, value.made), value.copied = true;
+  if (value.held.defined() && !value.copied && value.refs > value.saves) {
+    if (value.call < 0 && is_gathered(log, t)) return;
+    const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
+    if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
+  }
   Memory& memory = log.memories[log.values[v].memory];
   call.writing.push_back(log.values[v].memory);
+  memory.sent |= call.rule->sends;
   memory.writer = number, memory.counter = t.unsafeGetTensorImpl()->version_counter(), memory.version = t._version();
 }
 
@@ -60,8 +91,9 @@ inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inp
       }
       call.args.emplace_back(std::move(empty));
     } else {
-      call.usable &= !v.isGenerator() && !v.isObject() && !v.isPyObject();
-      call.args.emplace_back(v);
+      const bool holds = v.isGenerator() || v.isObject() || v.isPyObject() || (v.isList() && v.toListRef().size() && v.toListRef()[0].isTensorList());
+      call.usable &= !holds;
+      holds ? call.args.emplace_back() : call.args.emplace_back(v);
     }
     ++at;
   }
@@ -70,26 +102,39 @@ inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inp
 inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
   if (!current || busy) return nullptr;
   Rule* const rule = rules.of(fn);
-  if (rule == nullptr || rule->kind == Kind::kSkip) return nullptr;
+  if (rule == nullptr) return nullptr;
+  if (rule->sends) {
+    const Log::Lock lock(*current);
+    for (const int call : current->open) current->calls[call].sends = true;
+  }
+  if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const bool inference = c10::InferenceMode::is_enabled();  // which excludes autograd too
-  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference) return nullptr;  // part of a call
+  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_subclass()) return nullptr;  // part of a call
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
-  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) log.begin_anew();
+  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) {
+    log.begin_anew();
+    if (log.times) log.times->clear();
+  }
   const int number = static_cast<int>(log.calls.size());
+  if (log.times) log.times->look(log, number);
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // as long as it is not read whole
   Call call;
-  call.rule = rule, call.grad_mode = c10::GradMode::is_enabled();
+  call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
   call.usable = flags_now() == log.flags && !inference && !c10::impl::dispatch_mode_enabled();
   read_arguments(log, call, fn.inputs());
-  if (rule->gate < 0 || call.args[rule->gate].toBool()) {
+  if (rule->kind != Kind::kSkip && (rule->gate < 0 || call.args[rule->gate].toBool())) {
     for (const int at : rule->writes) {
       if (at >= static_cast<int>(fn.inputs().size())) continue;
       const IValue& v = fn.inputs()[at];
       if (v.isTensor()) about_to_write(log, number, call, v.toTensor());
+      else if (v.isList() && !v.isTensorList()) {
+        for (const IValue& list : v.toListRef())
+          for (const Tensor& t : list.toTensorVector()) about_to_write(log, number, call, t);
+      }
       else if (v.isTensorList())
         for (const Tensor& t : v.toTensorVector()) about_to_write(log, number, call, t);
     }
@@ -108,6 +153,7 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   if (v < 0) {
     const int fresh = log.new_memory(t, number);
     log.values[fresh].out = out;
+    if (log.times) log.times->saw(fresh, t);
     call.outs.push_back(fresh);
   } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
     log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call had ended

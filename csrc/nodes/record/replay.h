@@ -1,7 +1,7 @@
 // Values are made again by the calls that made them, from what is held.
 #pragma once
 
-#include "log.h"
+#include "encode.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/addcmul.h>
@@ -17,20 +17,25 @@ namespace leannorm::recording {
 // What a call is made under: below autograd, without autocast and modes, unseen by the log.
 class Below {
  public:
-  Below() { busy = true; }
+  Below() = default;
   Below(const Below&) = delete;
-  ~Below() { busy = before_; }
 
  private:
-  const bool before_ = busy;
+  const Busy busy_;
   const at::AutoDispatchBelowADInplaceOrView below_;
   const c10::impl::ExcludeDispatchKeyGuard without_{
       c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
-  const at::RecordFunctionGuard unseen_{/*is_enabled=*/false};
 };
 
 // A copy of all of the storage, so that views keep their places.
 inline Tensor copy_of(const Tensor& t, const Geometry& as) {
+  if (t.device().is_cpu()) {
+    auto* const allocator = c10::GetAllocator(c10::DeviceType::CPU);
+    const size_t size = t.storage().nbytes();
+    c10::Storage storage(c10::Storage::use_byte_size_t(), size, allocator, /*resizable=*/true);
+    if (size > 0) std::memcpy(storage.mutable_data(), t.storage().data(), size);
+    return over(std::move(storage), as);
+  }
   const Below below;
   const int64_t size = static_cast<int64_t>(t.storage().nbytes());
   const Tensor all = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(t.device())).set_(t.storage(), 0, {size}, {1});
@@ -93,12 +98,41 @@ class Replay {
   // The value as it was made, or an alias of its memory.
   Tensor value(int v) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return checked(x);
+    if (x.held.defined() && !x.code && (x.copied || !x.elsewhere)) return checked(x, x.held);
     if (x.rebuilt.defined()) return x.rebuilt;
+    if (x.code) return read_back(x);
     if (scratch_)
       if (const auto known = scratch_->find(v); known != scratch_->end()) return known->second;
+    if (x.elsewhere) {
+      const Tensor t = brought(v);
+      (scratch_ ? (*scratch_)[v] : log_.values[v].rebuilt) = t;
+      return log_.values[v].elsewhere->is_other ? t : checked(log_.values[v], t);
+    }
     run(x.call);
     return scratch_ ? (*scratch_)[v] : log_.values[v].rebuilt;
+  }
+  // What hooks of a user's hold, laid out as it was.
+  Tensor brought(int v) {
+    const auto elsewhere = log_.values[v].elsewhere;
+    const Geometry made = log_.values[v].made;
+    Tensor t;
+    {
+      const Busy unseen;
+      const at::AutoGradMode mode(false);
+      const py::gil_scoped_acquire gil;
+      t = py::cast<Tensor>(elsewhere->bring());
+    }
+    const Below below;
+    const bool flat = !made.fills(log_.values[v].storage_bytes);
+    const int64_t n = log_.values[v].storage_bytes / static_cast<int64_t>(c10::elementSize(made.dtype));
+    TORCH_CHECK(t.scalar_type() == made.dtype && t.device() == made.device && (flat ? t.numel() == n : t.sizes() == c10::IntArrayRef(made.sizes)),
+                "leannorm.lean(held=...): the second hook returns the tensor that the first one got, of shape ", made.sizes, " and dtype ",
+                made.dtype, " on ", made.device, "; got shape ", t.sizes(), " and dtype ", t.scalar_type(), " on ", t.device());
+    elsewhere->is_other = t.storage().unsafeGetStorageImpl() != elsewhere->memory._unsafe_get_target();
+    if (t.requires_grad()) t = alias_of(t);
+    if (flat) return over((t.is_contiguous() && t.storage_offset() == 0 ? t : t.clone(at::MemoryFormat::Contiguous)).storage(), made);
+    if (made.is_of(t)) return t;
+    return at::empty_strided(made.sizes, made.strides, t.options()).copy_(t);
   }
   // One reader has it.
   void used(int v) {
@@ -110,13 +144,20 @@ class Replay {
   Log& log_;
   std::map<int, Tensor>* const scratch_;
 
-  Tensor checked(const Value& x) const {
+  Tensor checked(const Value& x, const Tensor& t) const {
     const bool edited = !x.copied && (x.lost || !log_.is_unedited(x));
-    TORCH_CHECK(!edited && x.sample.matches(Sample::of(x.held)),
+    TORCH_CHECK(!edited && x.sample.matches(Sample::of(t)),
                 "a tensor of shape ", x.made.sizes, " has been modified by an inplace operation after leannorm.lean()'s forward pass"
                 " had read it, and is needed to rebuild another one: edit it after backward(), edit a copy of it, or leave"
                 " lean() out of this step");
-    return x.held;
+    return t;
+  }
+
+  // For all readers of this backward pass; of a trial, for one.
+  Tensor read_back(Value& x) const {
+    const Below below;
+    const Tensor t = decoded(*x.code, x.held, x.made, x.storage_bytes);
+    return scratch_ ? t : x.rebuilt = t;
   }
 
   void run(int number) {

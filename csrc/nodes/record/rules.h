@@ -43,6 +43,7 @@ struct Row {
 
 struct Rule {
   std::string name;
+  uint64_t id = 0;  // of its schema
   Kind kind = Kind::kOnce;
   Formula formula = Formula::kNone;
   std::optional<c10::OperatorHandle> op, again, instead;
@@ -53,6 +54,7 @@ struct Rule {
   bool functional = false;  // `again` makes a new tensor of what `op` writes
   bool fills = false;
   bool ours = false;        // of leannorm, whose autograd functions call it below autograd
+  bool sends = false;       // to other ranks, which do not repeat it
   bool by_statistics = false;  // batch norm: by the scale and shift that its statistics give
 };
 
@@ -66,20 +68,30 @@ inline std::optional<c10::OperatorHandle> operator_named(const std::string& name
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
 }
 
+// Operators that send. What those of c10d write, their schemas do not say: the first argument, or nothing.
+inline bool sends(const std::string& name) {
+  for (const char* space : {"c10d::", "fsdp::", "_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "symm_mem::"})
+    if (name.rfind(space, 0) == 0) return true;
+  return false;
+}
+
 inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   auto made = std::make_unique<Rule>();
   const auto& name = op.operator_name();
   const auto& schema = op.schema();
-  made->name = name.name;
+  made->name = name.name, made->id = std::hash<std::string>()(toString(schema));
   made->ours = name.name.rfind("leannorm::", 0) == 0;
   made->op = made->again = op;
   for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite()) made->writes.push_back(i);
+  made->sends = sends(made->name);
+  if (made->name.rfind("c10d::", 0) == 0 && made->name != "c10d::send") made->writes.push_back(0);
+  if (made->name == "fsdp::split_with_sizes_copy") made->writes.clear();  // weights come back to where they were before
   bool shows = false, seeded = false;  // a view of an argument; random numbers
   for (const auto& result : schema.returns()) shows |= result.alias_info() && made->writes.empty();
   for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) || shows) made->kind = Kind::kSkip;
-  else made->kind = seeded ? Kind::kOnce : Kind::kCheap;
+  else made->kind = seeded || made->sends ? Kind::kOnce : Kind::kCheap;
   if (const auto row = table().find(name.name); row != table().end()) {
     const Row& of = row->second;
     made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills;
@@ -111,10 +123,10 @@ class Rules {
     const std::pair<const char*, const char*> key{call.name(), call.overload_name()};
     const auto known = by_name_.find(key);
     if (known != by_name_.end()) return known->second;
-    Rule* made = nullptr;  // not an operator
+    Rule* rule = nullptr;  // not an operator
     if (const auto name = call.operator_name())
-      if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) made = rule_of(*op).release();
-    return by_name_.emplace(key, made).first->second;
+      if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) rule = only(rule_of(*op));
+    return by_name_.emplace(key, rule).first->second;
   }
   // A library of a user's may have gone, and another may have come to its addresses. Calls keep their rules, which are few.
   void forget_others() {
@@ -131,6 +143,15 @@ class Rules {
     }
   };
   ska::flat_hash_map<std::pair<const char*, const char*>, Rule*, Hash> by_name_;
+  std::unordered_map<uint64_t, std::vector<std::unique_ptr<Rule>>> made_;
+
+  // The rule that was made before of the same operator, if one was.
+  Rule* only(std::unique_ptr<Rule> made) {
+    auto& others = made_[made->id];
+    for (const auto& other : others)
+      if (*other->op == *made->op && other->again == made->again && other->kind == made->kind) return other.get();
+    return others.emplace_back(std::move(made)).get();
+  }
 };
 
 }  // namespace leannorm::recording

@@ -1,117 +1,41 @@
 // What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
 #pragma once
 
+#include "price.h"
 #include "replay.h"
+#include "trust.h"
 
+#include <map>
+#include <unordered_map>
 #include <unordered_set>
 
 namespace leannorm::recording {
 
-// ---------------------------------------------------------------- trust
-
-// How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several values speak
-// for others. A kind that once gave other bits is refused.
-class Trust {
- public:
-  bool is_enough(uint64_t kind) { return count(kind) >= kEnough; }
-  bool is_refused(uint64_t kind) { return count(kind) < 0; }
-  void has(uint64_t kind) { change(kind, 1); }
-  void refuse(uint64_t kind) { change(kind, -kMany); }
-  void forget() {
-    const std::lock_guard lock(mutex_);
-    counts_.clear();
-  }
-
- private:
-  static constexpr int kEnough = 2, kMany = 1 << 20;
-  static constexpr size_t kMostKinds = 1 << 16;
-  std::mutex mutex_;  // operators run in several threads at once
-  std::unordered_map<uint64_t, int> counts_;
-
-  int count(uint64_t kind) {
-    const std::lock_guard lock(mutex_);
-    const auto known = counts_.find(kind);
-    return known == counts_.end() ? 0 : known->second;
-  }
-  void change(uint64_t kind, int by) {
-    const std::lock_guard lock(mutex_);
-    if (counts_.size() > kMostKinds) counts_.clear();
-    counts_[kind] += by;
-  }
-};
-inline Trust& trust() {
-  static auto* const known = new Trust();
-  return *known;
-}
-
-inline uint64_t kind_of(const Log& log, const Call& call) {
-  uint64_t h = std::hash<std::string>()(call.rule->name) + call.by_result;
-  const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
-  const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
-  mix(call.grad_mode), mix(log.flags);
-  for (const IValue& v : call.args) {
-    if (v.isInt()) mix(v.toInt());
-    else if (v.isBool()) mix(v.toBool() + 2);
-    else if (v.isDouble()) mix_double(v.toDouble());
-    else if (v.isComplexDouble()) mix_double(v.toComplexDouble().real()), mix_double(v.toComplexDouble().imag());
-    else if (v.isIntList()) { for (const int64_t i : v.toIntVector()) mix(i + 7); }
-    else if (v.isDoubleList()) { for (const double d : v.toDoubleVector()) mix_double(d); }
-    else if (v.isString()) mix(std::hash<std::string>()(v.toStringRef()));
-    else mix(v.isNone());
-  }
-  for (const Read& one : call.reads) {
-    const Geometry& g = log.geometry_of(one);
-    mix(static_cast<uint64_t>(g.dtype) * 64 + static_cast<uint64_t>(g.device.type())), mix(one.at), mix(one.geometry < 0);
-    for (size_t i = 0; i < g.sizes.size(); ++i) mix(g.strides[i] == 1 ? i + 11 : g.strides[i] == 0);
-  }
-  return h;
-}
-
-// ---------------------------------------------------------------- price
-
-inline int64_t product_of(c10::IntArrayRef sizes) {
-  int64_t n = 1;
-  for (const int64_t v : sizes) n *= v;
-  return n;
-}
-
-constexpr int64_t kConvolution = 768;  // operations for each value of the output, above which it is costly
-constexpr int64_t kAttention = 1024;
-
-inline bool is_costly(const Log& log, const Call& call) {
-  if (call.outs.empty()) return true;
-  const Geometry& out = log.values[call.outs[0]].made;
-  const auto sizes = [&](int at) -> c10::IntArrayRef {
-    for (const Read& one : call.reads)
-      if (one.at == at) return log.geometry_of(one).sizes;
-    return {};
-  };
-  switch (call.rule->formula) {
-    case Formula::kConvolution: {
-      const auto x = sizes(0), weight = sizes(1);
-      if (weight.size() < 2) return true;
-      int64_t each = 2 * product_of(weight.slice(1));
-      if (call.args[6].isBool() && call.args[6].toBool()) each = each * product_of(x) / std::max<int64_t>(out.numel(), 1);
-      return each > kConvolution;
-    }
-    case Formula::kMatrix: {  // with fewer outputs than inputs
-      const auto a = sizes(call.args.size() > 3 ? 1 : 0);
-      return a.empty() || out.sizes.empty() || a.back() > out.sizes.back();
-    }
-    case Formula::kAttention: {
-      const auto q = sizes(0), k = sizes(1);
-      if (q.empty() || k.size() < 2 || (call.args[3].isDouble() && call.args[3].toDouble() != 0.0)) return true;
-      return 4 * product_of(q) * k[k.size() - 2] > kAttention * std::max<int64_t>(out.numel(), 1);
-    }
-    default: return false;
-  }
-}
-
 // ---------------------------------------------------------------- the walk
+
+// Is all of what a dropped value is made of there? Weights that are gathered may have been freed again since.
+inline bool are_filled(const Log& log, int v) {
+  if (!log.gathers) return true;
+  std::unordered_set<int> looked;
+  std::vector<int> left{v};
+  bool all = true;
+  while (!left.empty() && all) {
+    const int one = left.back();
+    left.pop_back();
+    if (!looked.insert(one).second) continue;
+    const Value& x = log.values[one];
+    if (x.held.defined()) all = log.is_filled(x);
+    else if (x.state == Value::kDropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+  }
+  return all;
+}
 
 class Walk {
  public:
-  Walk(Log& log, int top, int64_t may_hold) : log_(log), top_(top), may_hold_(may_hold) { ++log.stamp; }
+  // `before`: what was saved from this number on is not at hand.
+  Walk(Log& log, int top, int64_t may_hold, int before = std::numeric_limits<int>::max()) : log_(log), top_(top), before_(before), may_hold_(may_hold) {
+    ++log.stamp;
+  }
 
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
@@ -119,8 +43,9 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined()) return !x.lost && (x.copied || log_.is_there(v));
-    if (x.state == Value::kDropped) return true;
+    if (x.held.defined())
+      return !x.lost && (x.copied || (log_.is_there(v) && !log_.memories[x.memory].sent)) && log_.is_filled(x) && (x.saves == 0 || x.number < before_);
+    if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
     const bool can = made_again(v, depth) || takes(v);
@@ -129,24 +54,45 @@ class Walk {
 
  private:
   Log& log_;
-  const int top_;
+  const int top_, before_;
   int64_t may_hold_;  // bytes
 
   bool says(Why reason, int v) {
-    if (why == Why::kNone || v == top_) why = reason;
+    if (why == Why::kNone || (v == top_ && why != Why::kCollective)) why = reason;
     return false;
   }
   bool takes(int v) {
     Value& x = log_.values[v];
     const Memory& memory = log_.memories[x.memory];
-    if (v == top_ || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
+    if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
-    x.runs = x.sums = x.products = 0;
+    x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
     if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
-    if (x.storage_bytes > may_hold_) return false;
-    may_hold_ -= x.storage_bytes;
+    const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
+    const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
+    if (bytes > may_hold_) return false;
+    may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
     return taken.push_back(v), true;
+  }
+  // Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts again: each is copied once.
+  bool copies(const Call& call, int v, int in) {
+    Value& x = log_.values[in];
+    if (v != top_ || call.rule->name != "aten::cat" || x.held.defined() || x.state == Value::kDropped) return false;
+    if (x.made.dtype != log_.values[v].made.dtype || x.made.offset != 0 || x.storage_bytes > may_hold_ ||
+        x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) != x.storage_bytes || x.made.extent() != x.storage_bytes) return false;
+    for (const Read& one : call.reads)
+      if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
+    may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
+    return taken.push_back(in), true;
+  }
+  // The dtype that a widening cast was made of.
+  std::optional<at::ScalarType> source_of(int v) const {
+    const Value& x = log_.values[v];
+    const Call& call = log_.calls[x.call];
+    if (call.rule->name != "aten::_to_copy" || call.reads.size() != 1) return {};
+    const at::ScalarType from = log_.geometry_of(call.reads[0]).dtype;
+    return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
   }
   // Are the results held from which the first one follows faster?
   bool by_result(const Call& call, int v) const {
@@ -169,6 +115,7 @@ class Walk {
     if (of.call < 0) return says(Why::kUnknown, v);
     if (depth == 0) return says(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
+    if (call.sends || call.rule->sends) return says(Why::kCollective, v);
     if (!call.usable) return says(Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
@@ -184,10 +131,10 @@ class Walk {
     int runs = 1, sums = 0, products = 0;
     bool all = true;
     for_inputs(log_, call, [&](int in) {
-      if (!(all = all && able(in, depth - 1))) return;
+      if (!(all = all && (able(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
-      runs += x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
+      runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
     });
     if (!all) return says(Why::kNotAtHand, v);
     sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;
@@ -209,22 +156,71 @@ class Walk {
 
 constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
 
+// Hold it in fewer bytes, if that can be.
+inline bool encode(Log& log, int v) {
+  Value& x = log.values[v];
+  if (!may_be_coded(x, x.held)) return false;
+  const Sample sample = Sample::of(x.held);
+  if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
+  const Below below;
+  std::optional<Coded> made;
+  try {
+    made = coded(x.held);
+  } catch (const std::exception&) {  // out of memory: it is kept as it is
+  }
+  if (!made) return false;
+  x.sample = sample, x.held = std::move(made->bytes), x.code = std::move(made->code), x.copied = true;
+  return true;
+}
+// It may be in fewer bytes, once nobody else has its memory.
+inline void wait_for(Log& log, int v) {
+  const Value& x = log.values[v];
+  if (!x.held.defined() || x.copied || x.parameter || x.made.numel() < log.policy.smallest || !may_be_coded(x, x.held)) return;
+  log.waiting.push({v, log.packs + 1, 1});
+}
+
+// A copy of a concatenation's argument, out of its result.
+inline Tensor part_of(const Log& log, const Value& whole, int part) {
+  const Below below;
+  const Call& call = log.calls[whole.call];
+  const Geometry& made = log.values[part].made;
+  const Tensor all = shown(whole.held, whole.made), copy = at::empty_strided(made.sizes, made.strides, all.options());
+  const int64_t dim = at::maybe_wrap_dim(call.args[1].toInt(), all.dim());
+  int64_t start = 0;
+  for (const Read& one : call.reads) {
+    const int64_t length = log.geometry_of(one).sizes[dim];
+    if (one.value == part) return copy.copy_(all.narrow(dim, start, length));
+    start += length;
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
-  std::vector<int> left{v};
+  c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
-    const int one = left.back();
-    left.pop_back();
+    const int one = left.pop_back_val();
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied)
+      x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
+      if (x.as == Value::kPart) {
+        x.held = part_of(log, log.values[x.instead], one), x.copied = true;
+        x.sample = Sample::of(x.held), x.state = Value::kHeld;
+        continue;
+      }
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
       if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
+      if (x.call < 0) continue;
+      if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
+      if (!log.values[one].code) log.to_move.push_back(one);
+      wait_for(log, one);
       continue;
     }
     x.state = Value::kDropped;
@@ -234,10 +230,9 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
 
 // One reader less.
 inline void release(Log& log, int v) {
-  std::vector<int> left{v};
+  c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
-    const int one = left.back();
-    left.pop_back();
+    const int one = left.pop_back_val();
     Value& x = log.values[one];
     --x.refs;
     if (x.refs > 0) {
@@ -245,30 +240,43 @@ inline void release(Log& log, int v) {
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
-    x.held.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {};
+    x.held.reset(), x.elsewhere.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {}, x.code = {};
     if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
 }
 
+// Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
+inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
+  int64_t most = 0;
+  for_inputs(log, call, [&](int in) { most = std::max(most, log.values[in].made.numel()); });
+  bool several = most == 0;
+  for_inputs(log, call, [&](int in) {
+    const Value& x = log.values[in];
+    if (several || 2 * x.made.numel() < most) return;
+    const auto made = scratch.find(in);
+    several = Sample::of(x.held.defined() || made == scratch.end() ? x.held : made->second).tells;
+  });
+  return several;
+}
+
 // Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
 inline bool has_its_bits(Log& log, int v) {
-  std::vector<uint64_t> untried;
-  std::unordered_set<int> looked;
-  std::vector<int> left{v};
+  c10::SmallVector<int, 4> untried;  // calls
+  c10::SmallVector<int, 16> left{v};
+  ++log.stamp;
   while (!left.empty()) {
-    const int one = left.back();
-    left.pop_back();
-    if (!looked.insert(one).second || (one != v && log.values[one].held.defined())) continue;
-    const Call& call = log.calls[log.values[one].call];
-    const uint64_t kind = kind_of(log, call);
-    if (!trust().is_enough(kind)) untried.push_back(kind);
+    const int one = left.pop_back_val();
+    Value& x = log.values[one];
+    if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
+    Call& call = log.calls[x.call];
+    if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
   if (untried.empty()) return true;
   const Tensor was = std::exchange(log.values[v].held, {});
   bool same = false, of_numbers = true;
+  std::map<int, Tensor> scratch;
   try {
-    std::map<int, Tensor> scratch;
     const Tensor again = Replay(log, &scratch).value(v), before = shown(was, log.values[v].made);
     const Below below;
     const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
@@ -276,20 +284,30 @@ inline bool has_its_bits(Log& log, int v) {
     if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
   } catch (const std::exception&) {  // an operator that raises when it is called again: its result is kept
   }
+  if (same && Sample::of(was).tells) {
+    for (const int call : untried)
+      if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
+  }
   log.values[v].held = was;
-  if (same && Sample::of(was).tells) for (const uint64_t kind : untried) trust().has(kind);
   if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
-    const uint64_t last = kind_of(log, log.calls[log.values[v].call]);
-    if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried = {last};
-    for (const uint64_t kind : untried) trust().refuse(kind);
+    const int last = log.values[v].call;
+    if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
+    for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
   }
   return same;
+}
+
+// A dropped value that is saved again, where it could not be made again: it is held from now on.
+inline void hold_again(Log& log, int v, Tensor held) {
+  Value& x = log.values[v];
+  x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
+  for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
 }
 
 // A saved value that is held: may it be dropped?
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
-  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost) return;
+  if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost || x.elsewhere) return;
   x.state = Value::kHeld;
   const int64_t elements = x.made.numel();
   log.largest = std::max(log.largest, elements);

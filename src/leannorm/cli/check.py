@@ -27,7 +27,7 @@ def check(
     """Check on this machine every equality that the layers promise, each against its error budget.
 
     And tell which recipes of lean() are alive beside this torch; what one that does not fit it would rebuild
-    is held. With MODEL and --input: train a model stock and under lean(), and compare every bit.
+    is kept. With MODEL and --input: train a model in plain PyTorch and under lean(), and compare every bit.
     """
     from leannorm._errors import InputError
     from leannorm.report.check import CheckReport

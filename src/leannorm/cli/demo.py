@@ -18,7 +18,7 @@ def demo(
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Train a digit network, stock and lean, and compare all bits; measure what lean() saves elsewhere."""
+    """Train a digit network with and without lean(), compare all bits, and measure what lean() saves."""
     from leannorm.report.demo.demo import demo as show
     from leannorm.report.demo.saved import NETWORKS
 

@@ -104,7 +104,7 @@ def doctor(
             left = looked(tried, again).findings
         if tells:
             lines = diff(changes) if changes else ()
-            print(*lines, f"{len(changes)} settings mended on a copy: {len(left)} findings left", sep="\n")
+            print(*lines, f"{len(changes)} settings fixed on a copy: {len(left)} findings left", sep="\n")
     grave = [one for one in report.findings if SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on)]
     if grave or report.stopped:
         raise typer.Exit(CHECK_FELL_SHORT)

@@ -28,7 +28,7 @@ def fit(
     dtype: Dtype = "float32",
     json: JsonFile = None,
 ) -> None:
-    """Find the largest batch that fits in a memory, stock and under each lean setting.
+    """Find the largest batch that fits in a memory, in plain PyTorch and under each lean setting.
 
     Runs on fake tensors, so the machine itself does not need that memory. Exit status 1 where not even two
     samples fit.

@@ -172,7 +172,7 @@ def _callable(source: str, name: str) -> Callable[[], object]:
         raise InputError(f"cannot import {source!r} ({error}); {_RULE}") from None
     except Exception as error:
         raise InputError(
-            f"{source!r} was imported and raised {in_one_line(error)}: mend it, or name another module"
+            f"{source!r} was imported and raised {in_one_line(error)}: fix it, or name another module"
         ) from error
     maker = getattr(module, name, None)
     if not callable(maker):

@@ -26,8 +26,12 @@ Inputs = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the model and its inputs: float32, bfloat16, float16, float64.")]
-Budgets = Annotated[list[float], typer.Option("--budget", help="Share of stock's bytes to hold; repeatable.")]
-Peaks = Annotated[list[str], typer.Option("--peak", help="Share of stock's peak, or 8GiB; repeatable.")]
+Budgets = Annotated[
+    list[float], typer.Option("--budget", help="Share of plain PyTorch's bytes to keep; repeatable.")
+]
+Peaks = Annotated[
+    list[str], typer.Option("--peak", help="Share of plain PyTorch's peak, or 8GiB; repeatable.")
+]
 HtmlFile = Annotated[Path | None, typer.Option("--report", help="Write an HTML page here.", metavar="FILE")]
 _MODEL = (
     "timm:NAME, torchvision:NAME, hf:TYPE (as hf:llama, small), package.module:callable or mymodel.py:make."

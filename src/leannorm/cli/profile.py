@@ -1,4 +1,4 @@
-"""`leannorm profile MODEL`: memory and time of a training step, stock and under lean()."""
+"""`leannorm profile MODEL`: memory and time of a training step, in plain PyTorch and under lean()."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def profile(
     model: Model,
     input: Inputs,
     budget: Budgets = [],  # noqa: B006  # typer needs a list as the default
-    overhead: Annotated[list[float], typer.Option(help="Share of stock's time to spend; repeatable.")] = [],  # noqa: B006
+    overhead: Annotated[list[float], typer.Option(help="Share of a step's time to spend; repeatable.")] = [],  # noqa: B006
     peak: Peaks = [],  # noqa: B006
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
     compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
@@ -23,7 +23,7 @@ def profile(
     json: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Measure held bytes, peak memory and step time of a model: stock, under lean(), and by other methods."""
+    """Measure kept bytes, peak memory and step time with and without lean(), and by other methods."""
     import warnings
 
     import torch

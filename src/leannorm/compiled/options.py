@@ -107,19 +107,19 @@ def compile_options(
     Torch's compiler decides itself what it saves, so `lean()` has no say in compiled code. These options give
     its partition of forward and backward pass a plan: from the graph of both, what reads what and when, and
     the price of each kernel, by shapes, it is computed which values to keep and which to compute again. As it
-    is planned, never more is held than by torch's own choice, and the peak is never higher.
+    is planned, never more is kept than by torch's own choice, and the peak is never higher.
 
     Args:
         recompute: "norm" computes again what takes hardly any time (at most 0.03 of the step's); "conv" also
             products whose bytes are worth their time (at most 0.12).
         budget: in place of `recompute`, a share of the bytes that torch's own choice holds, in (0, 1].
         overhead: in place of it, the share of the step's time that computing again may cost, 0 or more.
-        peak: in place of it, the peak of a step: a share of stock's, in (0, 1], or bytes, as `8 * 2**30` or
-            "8GiB". The least time that fits; what is outside of the graph (weights, optimizer) does not
-            count.
+        peak: in place of it, the peak of a step: a share of what it was, in (0, 1], or bytes, as
+            `8 * 2**30` or "8GiB". The least time that fits; what is outside of the graph (weights, optimizer)
+            does not count.
         mode: a mode of `torch.compile`, which takes a mode or options and not both.
 
-    The result is a dict, whose `report()` tells what was planned for each graph: bytes held and computed
+    The result is a dict, whose `report()` says what was planned for each graph: bytes kept and computed
     again, the peak, and reasons. Random numbers, collectives, running statistics and unknown operators never
     run twice, and what a checkpoint of your own says stays as it says. What is computed again reads what the
     forward pass read, also where the graph edits a buffer. Rounding is the compiler's: gradients differ from

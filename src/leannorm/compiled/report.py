@@ -9,7 +9,7 @@ from typing import NamedTuple
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, counted
 from leannorm.planning.goal import Goal
 from leannorm.planning.plan import Plan
-from leannorm.saving.reasons import out_of_reach
+from leannorm.saving.reasons import of_peak, out_of_reach
 
 _COLUMNS = (
     "graph",
@@ -70,11 +70,13 @@ class CompileReport(Report):
         reasons = [graph.reason for graph in self.graphs if graph.reason is not None]
         unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
         reasons += [out_of_reach(self.goal, plan, compiled=True) for plan in unreached]
+        peaks = (of_peak(self.goal, graph.plan) for graph in self.graphs if graph.plan)
+        reasons += [reason for reason in peaks if reason is not None]
         frames = {graph.place.partition("/")[0] for graph in self.graphs}
         if len(frames) > 1:
             reasons.append(
                 f"{len(frames)} pieces were compiled, each planned by itself; if they are of one model, what"
-                " one hands to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
+                " one hands to the next is kept: TORCH_LOGS=graph_breaks says where it breaks"
             )
         return list(dict.fromkeys(reasons))
 

@@ -179,8 +179,8 @@ class StatisticsGroup:
             )
         if room > self.size or self.number == 0:
             raise InputError(
-                f"{call} needs messages of {room} values, and before this CUDA graph's capture, which can "
-                f"neither connect the ranks nor make room, their group sent {self.number} of {self.size}: "
+                f"{call} needs messages of {room} values, and before this CUDA graph's capture, which "
+                f"can neither connect the ranks nor allocate, their group sent {self.number} of {self.size}: "
                 "run a training step of this model before it"
             )
 

@@ -16,7 +16,7 @@ from leannorm.functional.declare import Arguments
 def _packed(name: str, input: Any) -> Tensor:
     if input.lengths() is not None:
         raise InputError(
-            f"{name} must be a jagged tensor without holes, got one with lengths beside its offsets (a "
+            f"{name} must be a jagged tensor without holes, got one with lengths as well as offsets (a "
             "narrowed one); pass its .contiguous()"
         )
     values: Tensor = input.values()

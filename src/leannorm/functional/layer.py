@@ -201,7 +201,7 @@ def add_layer_norm(
 
     Shapes: as `layer_norm`; residual, y and r as input.
     Dtypes: as `layer_norm`; y and r have the input's dtype.
-    Kept: r (an output: 0 bytes an element beside it) and 8 bytes a row (16 in float64).
+    Kept: r (an output: 0 bytes an element more) and 8 bytes a row (16 in float64).
     Raises: as `layer_norm`, and `InputError` where the residual's shape is not the input's.
     Source: as `layer_norm`.
 
@@ -241,7 +241,7 @@ def add_rms_norm(
 
     Shapes: as `add_layer_norm`.
     Dtypes: y as `rms_norm`, r as the input.
-    Kept: r (an output: 0 bytes an element beside it) and 4 bytes a row (8 in float64).
+    Kept: r (an output: 0 bytes an element more) and 4 bytes a row (8 in float64).
     Raises: as `rms_norm`, and `InputError` where the residual's shape is not the input's.
     Source: as `rms_norm`.
 

@@ -141,7 +141,7 @@ def add_ada_layer_norm(
 
     Shapes: as `ada_layer_norm`; branch, y and r as input.
     Dtypes: as `ada_layer_norm`; y and r have the input's dtype.
-    Kept: r (an output: 0 bytes an element beside it), 8 bytes a row (16 in float64), scale and gate, and the
+    Kept: r (an output: 0 bytes an element more), 8 bytes a row (16 in float64), scale and gate, and the
     branch where the gate needs a gradient.
     Raises: as `ada_layer_norm`, and `InputError` where the branch's shape is not the input's.
     Source: as `ada_layer_norm`.

@@ -98,7 +98,7 @@ class SyncBatchNorm(Synchronized):
 
     E and Var are over the batches of all ranks in `process_group`: a group of torch.distributed, a
     `DeviceMesh` (`mesh["dp"]`), "node" (the ranks on one host), or None (all). The ranks' batches and image
-    sizes may differ, a batch may be empty. With one rank or none it is `BatchNorm`, to the bit. Works on any
+    sizes may differ, a batch may be empty. With one rank or none it is `BatchNorm`, bit for bit. Works on any
     device whose backend has `all_reduce`: gloo on CPU, NCCL on GPU. Replaces `torch.nn.SyncBatchNorm`, same
     state_dict both ways; derives from `_BatchNorm`, since DistributedDataParallel refuses torch's class on
     CPU.

@@ -123,7 +123,7 @@ def _first(tensors: tuple[Tensor | None, ...]) -> Backend:
     for backend in BACKENDS.values():
         if not backend.why_not(*tensors):
             return backend
-    raise AssertionError("the reference serves every call")
+    raise AssertionError("the reference takes every call")
 
 
 def backends(*tensors: Tensor | None) -> dict[str, list[str]]:

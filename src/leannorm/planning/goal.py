@@ -49,10 +49,10 @@ def goal(
             " one of them out"
         )
     if overhead is not None and not (_is_number(overhead) and overhead >= 0):
-        raise InputError(f"overhead is a share of stock's step time, 0 or more; got {overhead!r}")
+        raise InputError(f"overhead is a share of a step's time, 0 or more; got {overhead!r}")
     if budget is not None and not (_is_number(budget) and 0 < budget <= 1):
         raise InputError(
-            f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
+            f"budget is a share of the bytes that plain PyTorch keeps, in (0, 1]; got {budget!r}"
         )
     if named:
         budget, overhead = (None if share is None else float(share) for share in (budget, overhead))
@@ -66,12 +66,12 @@ def _peak(peak: float | int | str) -> float | int:
     if _is_number(peak) and 1 < peak < _LEAST_PEAK and peak == int(peak):
         raise InputError(
             f'peak={peak!r} is a number of bytes, and no step is as small; write "{peak:g}GiB", or a share of'
-            " stock's peak in (0, 1]"
+            " plain PyTorch's peak in (0, 1]"
         )
     if _is_number(peak) and (0 < peak <= 1 or (isfinite(peak) and peak == int(peak) > 1)):
         return float(peak) if peak <= 1 else int(peak)
     raise InputError(
-        f'peak is a share of stock\'s, in (0, 1], or bytes, as 8 * 2**30 or "8GiB"; got {peak!r}'
+        f'peak is a share of plain PyTorch\'s, in (0, 1], or bytes, as 8 * 2**30 or "8GiB"; got {peak!r}'
     )
 
 

@@ -115,7 +115,7 @@ class Program:
         return describe(self.graph, self._joined.kinds, self.signature.describe())
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the fork as a picture (SVG): the shared part above, the branches beside each other."""
+        """Write the fork as a picture (SVG): the shared part above, the branches next to each other."""
         draw(self.graph, self._joined.kinds, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -110,8 +110,8 @@ def bench(
     With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
     compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
     checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
-    the device, on tensors that its cache does not hold. Freed memory is kept from then on. `progress` is told
-    what is being done.
+    the device, on tensors that its cache does not hold. Freed memory is kept from then on. `progress`
+    is called with what is being done.
 
     Raises: torch's `RuntimeError` for a device that is not there.
 

@@ -1,4 +1,4 @@
-"""`fit`: the largest batch that fits in a given memory, stock and under lean(), found without that memory."""
+"""`fit`: the largest batch that fits in a memory, with and without lean(), found without that memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class FitReport(Report):
-    """What `fit` found in `memory` bytes; `fits[0]` is stock.
+    """What `fit` found in `memory` bytes; `fits[0]` is plain PyTorch.
 
     `parameter_bytes`: what parameters, the optimizer's state and buffers take of it, whatever the batch.
 
@@ -65,7 +65,7 @@ class FitReport(Report):
 
     def summary(self) -> str:
         largest = max(self.fits, key=lambda one: one.batch)
-        return f"batch {largest.batch} under {largest.name}, {self.fits[0].batch} stock"
+        return f"batch {largest.batch} under {largest.name}, {self.fits[0].batch} in plain PyTorch"
 
     def parts(self) -> Iterator[Part]:
         stock = self.fits[0].batch
@@ -84,7 +84,7 @@ class FitReport(Report):
             )
         ]
         title = f"samples of {', '.join(self.sample)}, {self.optimizer}, {self.available}"
-        yield Table(["", "largest batch", "of stock", "bytes needed", "headroom"], rows, title)
+        yield Table(["", "largest batch", "of plain PyTorch", "bytes needed", "headroom"], rows, title)
         yield from map(Line, self._what_to_type())
         yield from map(Line, self._why_no_larger())
         yield from map(Line, self._first_passes())
@@ -95,7 +95,7 @@ class FitReport(Report):
         best = max(others, key=lambda one: one.batch, default=stock)
         if best.batch > stock.batch:
             before = (
-                f"in place of {stock.batch}" if stock.batch else "where stock has no room for two samples"
+                f"in place of {stock.batch}" if stock.batch else "where plain PyTorch cannot hold two samples"
             )
             yield f"batch {best.batch} {before}: with {code_of(best.name)}:  # around the forward pass"
 
@@ -104,7 +104,7 @@ class FitReport(Report):
         equal = [one.name for one in others if one.batch == stock.batch]
         least = min(one.nbytes for one in self.fits)
         needed, there = self._in_words([least, self.parameter_bytes])
-        same = f"{' and '.join(equal)}: the same batch as stock"
+        same = f"{' and '.join(equal)}: the same batch as plain PyTorch"
         if not any(one.batch for one in self.fits):
             yield (
                 f"Not even {_SMALLEST} samples fit in {self.available}: they need {needed}, of which "
@@ -122,7 +122,7 @@ class FitReport(Report):
             if one.batch and one.later is not None and one.later < one.nbytes:
                 (later,) = self._in_words([one.later])
                 yield (
-                    f"{one.name}: as many samples as the first pass, which makes the plan, has room for; "
+                    f"{one.name}: as many samples as fit in the first pass, which makes the plan; "
                     f"later passes take {later}."
                 )
 
@@ -154,7 +154,7 @@ def fit(
     `budgets` are those of `profile`; "peak 0.6" and "overhead 0.1" are settings, too. Counted are parameters,
     buffers, gradients, the optimizer's state ("sgd", "momentum", "adam" or "adamw") and what its step works
     with, the batch and the peak of the step, with what convolutions take within themselves; not what a GPU's
-    driver, libraries and allocator take beside, for which the report's headroom is. A model in evaluation
+    driver, libraries and allocator take as well, for which the report's headroom is. A model in evaluation
     mode is counted in the mode that its `train()` gives. Runs on fake tensors: no value is computed, so a
     small machine answers for a large one.
 

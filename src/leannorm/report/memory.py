@@ -138,5 +138,5 @@ def _why(device: str) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         reason = f"torch {torch.__version__} is built without CUDA; install a build with it, or"
     else:
-        reason = "torch finds no GPU or no driver, as `nvidia-smi` would; mend that, or"
+        reason = "torch finds no GPU or no driver, as `nvidia-smi` would; fix that, or"
     return f" ({reason} choose cpu)"

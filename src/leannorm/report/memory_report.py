@@ -12,7 +12,7 @@ from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_
 from leannorm.report.timing import RATIOS, is_another_ratio
 
 _MAX_POINTS, _MAX_BARS, _MAX_ROWS = 3000, 24, 16
-_SETTINGS = f"Ratios are to stock, in the same run. {RATIOS}"
+_SETTINGS = f"Ratios are to plain PyTorch, in the same run. {RATIOS}"
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass(repr=False)
 class MemoryReport(PagedReport):
-    """What `profile` measured; `settings[0]` is stock.
+    """What `profile` measured; `settings[0]` is plain PyTorch.
 
     >>> import torch, leannorm
     >>> report = leannorm.profile(torch.nn.Linear(8, 8), torch.randn(4, 8), recompute=[], steps=1)
@@ -99,7 +99,7 @@ def setting_table(report: MemoryReport) -> Table:
     dtype = "" if report.dtype == "float32" else f"{report.dtype} parameters, "
     title = f"{report.model}, {', '.join(report.inputs)}, {dtype}{report.device}"
     rows = list(map(row, report.settings, kept, peak))
-    return Table(["", "held", "peak", "step time", "gradients"], rows, title=title)
+    return Table(["", "kept", "peak", "step time", "gradients"], rows, title=title)
 
 
 def note_on_times(*reports: MemoryReport) -> Iterator[Line]:
@@ -132,7 +132,7 @@ def kind_table(report: MemoryReport) -> Table:
         for layer in layers.values():
             sums[layer.kind][i] += layer.kept
     rows = sorted(sums.items(), key=lambda row: -row[1][0])
-    columns = ["held by", *(setting for setting, _ in counted)]
+    columns = ["kept by", *(setting for setting, _ in counted)]
     cells = [column_of_bytes(column) for column in zip(*(kept for _, kept in rows), strict=True)]
     return Table(columns, list(zip((kind for kind, _ in rows), *cells, strict=True)))
 
@@ -176,7 +176,7 @@ def _page(report: MemoryReport) -> str:
     facts = [
         Fact(
             bytes_in_words(stock.peak),
-            f"peak of a stock step; {bytes_in_words(stock.kept)} held after forward",
+            f"peak of a step in plain PyTorch; {bytes_in_words(stock.kept)} kept after forward",
         ),
         Fact(
             f"{best.peak / stock.peak:.2f} ×",
@@ -213,7 +213,7 @@ def _page(report: MemoryReport) -> str:
             Section("What is rebuilt", "Time of the rebuilds alone, measured.", table=operation_table(report))
         )
     title = f"{report.model}: memory of a training step"
-    lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to hold less for the backward pass."
+    lead = f"Input {', '.join(report.inputs)}. Plain PyTorch, and ways to keep less for the backward pass."
     return page(title, lead, facts, sections, report.foot(), toggles=[s.name for s in report.settings])
 
 

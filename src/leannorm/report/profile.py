@@ -37,7 +37,7 @@ def profile(
     steps: int = 5,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> MemoryReport:
-    """Run training steps of a model stock and under each lean setting, and report what they cost.
+    """Run training steps of a model in plain PyTorch and under each lean setting, and report what they cost.
 
     `inputs` are a tensor, a tuple of all arguments, or a mapping of them by name. `recompute` and `budgets`
     are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around every block) and "compile"
@@ -46,9 +46,9 @@ def profile(
     as models of transformers have it where they are given labels, else the mean square of what it holds.
     The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
     memory is kept from then on (`keep_freed_memory`). Each pass starts from the model, the inputs and the
-    random numbers as they are, and all of them are as before when it returns. `progress` is told what is
-    being done. Passes that save less than 4 MiB are measured with rebuilds, too, although `lean` leaves them
-    as they are in training.
+    random numbers as they are, and all of them are as before when it returns. `progress` is called with
+    what is being done. Passes that save less than 4 MiB are measured with rebuilds, too, although `lean`
+    leaves them as they are in training.
 
     Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 

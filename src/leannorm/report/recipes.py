@@ -248,7 +248,7 @@ def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
     if made != kind:
         return RecipeState(kind, RESTING, f"this torch makes {made or 'a node of another kind'} in its place")
     if not any(record.rebuilt for record in saved.records if record.node == kind):
-        return RecipeState(kind, RESTING, "; ".join(saved.reasons) or "its output is held")
+        return RecipeState(kind, RESTING, "; ".join(saved.reasons) or "its output is kept")
     if not torch.equal(ours, stock):
         return RecipeState(kind, WRONG, "gradients differ")
     return RecipeState(kind, ALIVE)

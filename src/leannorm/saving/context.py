@@ -34,13 +34,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
-    """Hold less for the backward pass: what can be rebuilt from what is held anyway is not held.
+    """Save less for the backward pass: what can be rebuilt from what is kept anyway is not kept.
 
         lean()              rebuilds outputs of norms, activations, casts and views
         lean("conv")        also of linear layers, attention and cheap convolutions
-        lean(budget=0.3)    keeps at most 0.3 of stock's bytes
+        lean(budget=0.3)    keeps at most 0.3 of plain PyTorch's bytes
         lean(overhead=0.1)  keeps as little as a tenth more time allows
-        lean(peak=0.6)      lowers the peak of a step to 0.6 of stock's, or to "8GiB"
+        lean(peak=0.6)      lowers the peak of a step to 0.6 of plain PyTorch's, or to "8GiB"
 
     In a `with` statement around the forward pass of any eager model, or as a decorator, `@leannorm.lean()`,
     of a function that runs it; the model is not changed, and `backward()` comes after it.
@@ -48,38 +48,39 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     Args:
         recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
             outputs of convolutions, linear layers and attention's scores that take few operations per byte.
-        budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
+        budget: in place of `recompute`, the share of the bytes to keep, in (0, 1]. The first forward pass
             keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
             equal plans.
-        overhead: in place of `budget`, the share of stock's step time that `lean` may cost, 0 or more:
+        overhead: in place of `budget`, the share of a step's time that `lean` may cost, 0 or more:
             rebuilds and its own looking at tensors, by rates measured once on this device. As few bytes are
             kept as that time allows, where the peak rises by no more bytes than are kept less.
         peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
-            stock's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what
-            it saves, gradients, of weights too, what operations need; not what is there before it, such as
-            weights, the optimizer's state or gradients that are added to. The first pass is a timeline of
-            when everything is made, read last and freed; later ones take the least time that fits.
-        held: other saved-tensor hooks for the tensors that must be held, such as
+            plain PyTorch's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step
+            allocates: what it saves, gradients, of weights too, what operations need; not what is there
+            before it, such as weights, the optimizer's state or gradients that are added to. The first
+            pass is a timeline of when everything is made, read last and freed; later ones take the least
+            time that fits.
+        held: other saved-tensor hooks for the tensors that must be kept, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
         head: logits of language models never exist. A linear layer with over three times as many outputs as
             inputs gives a tensor that is not computed; losses, log-probabilities and entropies read some
             columns at a time, and what else reads it gets the tensor, computed once (`reasons` says for
-            what). Gradients are then not bit-equal to plain torch's.
-        verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit
+            what). Gradients are then not bit-equal to plain PyTorch's.
+        verify: for debugging; keeps everything as plain PyTorch does, rebuilds too, and compares bit for bit
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
     Every tensor that autograd saves is looked at with the node that made it: the output of a norm follows
     from the norm's input, that of an activation from its input, a cast, view or copy from what it was made
     of. The backward pass rebuilds them with the same kernels from the same tensors. Gradients are those of
-    stock autograd bit for bit: each kind of step is tried once on the spot, and what does not come out equal
-    is held.
+    plain PyTorch bit for bit: each kind of step is tried once on the spot, and what does not come out equal
+    is kept.
 
     Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
     unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
-    `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
+    `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
     left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or
     `peak` chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all
     is well. What concerns the whole pass (compiled code, others' hooks, a budget or peak out of reach) is
@@ -91,8 +92,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     that no node saves, such as between a batch norm and a ReLU or of a residual sum, raise in the backward
     pass where they change what is sampled of a rebuilt tensor, on a CPU; `verify` finds the others. Nothing
     happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor hooks that
-    were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
-    passes. Of a decorated function each call is a pass, and `function.saved` has the last one's numbers.
+    were there first (offloading, checkpointing): those go on as without `lean`. One object may be used for
+    several passes. Of a decorated function each call is a pass, and `function.saved` has the last one's
+    numbers.
 
     Raises: `InputError` for an unknown `recompute` (a model, say: that is `make_lean`'s), a `budget`
     outside (0, 1], a negative `overhead`, a `peak` that is neither share nor bytes, two of them, a `held`
@@ -218,7 +220,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ]
         if self.plan is not None:
             told.append(
-                f"plan: {self.plan.ratio:.2f} of stock's bytes and {self.plan.peak_ratio:.2f} of its peak at"
+                f"plan: {self.plan.ratio:.2f} of the bytes and {self.plan.peak_ratio:.2f} of the peak at"
                 f" {1 + self.plan.overhead:.2f} of its time"
             )
         return f"lean({'; '.join(told + self.reasons)})"
@@ -232,12 +234,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes held for the backward pass: every storage once, parameters not counted."""
+        """Bytes saved for the backward pass: every storage once, parameters not counted."""
         return self._ledger.kept()
 
     @property
     def rebuilt_bytes(self) -> int:
-        """Bytes that stock autograd would hold beside those, and that the backward pass rebuilds."""
+        """Bytes that plain PyTorch would keep in addition to those, and that the backward pass rebuilds."""
         return self._ledger.rebuilt()
 
     @property

@@ -70,7 +70,6 @@ class ForwardPass:
         self._packing: Packing | None = None
         self._recorded: RecordedPass | None = None
         self._unpack = unpack
-        self._recorded_any = False
         self._hook: Any = None
         self._small: SmallPass | None = None
         self.refused: str | None = None  # why no hooks were set
@@ -89,7 +88,7 @@ class ForwardPass:
             most = -1  # the search begins with the first tensor that is saved, if any is
         if most is not None:
             self._small = SmallPass(self._search_from_here, most)
-        if self._settings.may_be_small and serves():
+        if serves():
             self._unpack = NODES.record_unpack
         pack = self._begin() if self._small is None else self._small.pack
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
@@ -101,15 +100,15 @@ class ForwardPass:
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
-        if self._unpack is not unpack:
-            self._recorded = RecordedPass(self._settings.policy)
-            return self._recorded.pack
         layers = None
         if self._settings.verify:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
+        if self._unpack is not unpack:
+            self._recorded = RecordedPass(policy, self._following, hooks, layers)
+            return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
         self._packing = Packing(policy, self.ledger, following, around, layers, hooks, from_here, place)
@@ -127,10 +126,9 @@ class ForwardPass:
         """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._recorded is not None:
-            rows = self._recorded.close()
-            self._recorded_any = self._recorded.seen
-            self._freed_within = self._recorded.seen and not rows
-            self.ledger.add(rows)
+            recorded = self._recorded.close()
+            self._freed_within = self._recorded.is_mostly_gone
+            self.ledger.add(recorded)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
@@ -146,35 +144,38 @@ class ForwardPass:
         if self._packing is not None:
             self._packing.reads.made.clear()
             self._packing.kept.clear()
+        if self._recorded is not None:
+            self._recorded.forget()
         if self._small is not None:
             self._small.forget()
 
+    @property
+    def _looking(self) -> Packing | RecordedPass | None:
+        """Who looks at what is saved."""
+        return self._packing or self._recorded
+
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
-        packing, following = self._packing, self._following
+        looking, following = self._looking, self._following
         nbytes = self.ledger.all_bytes()
-        saved = (
-            packing.seen
-            if packing is not None
-            else self._recorded_any or (self._small is not None and self._small.kept)
-        )
+        saved = looking.seen if looking is not None else self._small is not None and self._small.kept
         if self._freed_within:  # what is left tells neither the size of the pass nor a plan
             return None
         seen = self._place is not None and bool(saved) and self.refused is None
         if seen and self._settings.may_be_small:
             note(self._place, nbytes, small.SMALL)
-        if following is None or packing is None:
+        if following is None or looking is None:
             return None
-        if not packing.calls:  # there is nothing to plan
+        if not looking.calls:  # there is nothing to plan
             if seen and self._settings.may_be_dear:
                 note(self._place, nbytes, 2 * nbytes)
             return None
         try:
             before = 0 if self._small is None else self._small.nbytes  # the search, which no plan knows of
             share = (self.ledger.kept() - before) / max(nbytes - before, 1)
-            self._of_plans = following.end(packing.calls, packing.passed, share)
+            self._of_plans = following.end(looking.calls, looking.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
-            packing.reasons[reasons.no_plan(error)] = 1
+            looking.reasons[reasons.no_plan(error)] = 1
             return None
         if seen and following.plan is not None:
             note(self._place, nbytes, 2 * nbytes if following.plan.is_dear else -1)
@@ -199,7 +200,7 @@ class ForwardPass:
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
-        counts: Counter[str] = Counter() if self._packing is None else self._packing.reasons
+        counts: Counter[str] = Counter() if self._looking is None else self._looking.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self.refused is not None:
             whole.append(self.refused)
@@ -209,14 +210,16 @@ class ForwardPass:
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
         seen_by_small = self._small is not None and self._small.kept
-        seen = seen_by_small or self._recorded_any or (self._packing is not None and self._packing.seen)
+        seen = seen_by_small or (self._looking is not None and self._looking.seen)
         if not (seen or whole) and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
-        if seen_by_small and self._packing is None and self._recorded is None:
+        if seen_by_small and self._looking is None:
             whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
-        whole += [reason for reason in (self._missed(plan), self._of_plans) if reason is not None]
+        goal = self._settings.goal
+        peak = None if goal is None or plan is None else reasons.of_peak(goal, plan)
+        whole += [reason for reason in (self._missed(plan), self._of_plans, peak) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in counts.items()

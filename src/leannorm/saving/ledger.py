@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,15 @@ Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the f
 _MANY = 4096  # values of a pass
 
 
+class Rows(Protocol):
+    """What a recorded pass saved: its bytes, and a row for each tensor."""
+
+    kept: int
+    rebuilt: int
+
+    def rows(self) -> list[Row]: ...
+
+
 class Ledger:
     """Counts storages, not tensors. Parameters are not counted: they exist without autograd, too."""
 
@@ -50,6 +59,7 @@ class Ledger:
         self._dropped = 0  # references of values that are gone
         self._closed: list[Any] | None = None  # the fields of all rows: Python has fewer objects to collect
         self._plain: list[Row] = []
+        self._recorded: list[Rows] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
@@ -96,10 +106,9 @@ class Ledger:
         made = [field for row in self._rows() for field in row] if made is None else made
         self._closed = [*itertools.chain(*self._plain), *made]
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Add what a recorded pass saved, with the bytes of each storage."""
-        self._plain = [*self._plain, *rows]
-        self._closed = None
+    def add(self, recorded: Rows) -> None:
+        """Add what a recorded pass saved."""
+        self._recorded.append(recorded)
 
     def is_mostly_gone(self) -> bool:
         """Are nearly all values gone? In a forward pass they live as long as its result does, but for what a
@@ -113,20 +122,22 @@ class Ledger:
 
     def all_bytes(self) -> int:
         """Bytes held, and to be rebuilt."""
-        if self._closed is None:
-            return self.kept() + self.rebuilt()
-        fields = Record._fields
-        return sum(self._closed[fields.index("bytes") :: len(fields)])
+        return self.kept() + self.rebuilt()
 
     def kept(self) -> int:
         """Bytes held for the backward pass."""
-        return sum(row[3] for row in self.rows() if not row[4])
+        recorded = sum(one.kept for one in self._recorded)
+        return recorded + sum(row[3] for row in self._unrecorded() if not row[4])
 
     def rebuilt(self) -> int:
         """Bytes that the backward pass rebuilds."""
-        return sum(row[3] for row in self.rows() if row[4])
+        recorded = sum(one.rebuilt for one in self._recorded)
+        return recorded + sum(row[3] for row in self._unrecorded() if row[4])
 
     def rows(self) -> list[Row]:
+        return [*self._unrecorded(), *itertools.chain(*(one.rows() for one in self._recorded))]
+
+    def _unrecorded(self) -> list[Row]:
         if self._closed is None:
             return [*self._plain, *self._rows()]
         return list(zip(*[iter(self._closed)] * len(Record._fields), strict=True))

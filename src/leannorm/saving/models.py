@@ -64,7 +64,7 @@ class _LeanForward:
 
     @property
     def saved(self) -> lean | None:
-        """What the last forward pass in this thread held; None before the first."""
+        """What the last forward pass in this thread kept; None before the first."""
         return self._local.__dict__.get("saved")
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class _LeanForward:
 
 
 def last_pass(model: nn.Module) -> lean | None:
-    """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
+    """What the last forward pass of a `make_lean` model in this thread kept; None where there was none."""
     around = model.__dict__.get(_ATTRIBUTE)
     return None if around is None else around.saved
 
@@ -173,9 +173,9 @@ def make_lean(
     Args:
         model: any model; it is changed in place.
         recompute, budget, overhead, peak, held, verify, head: as in `lean`: what is rebuilt, the share of
-            stock's bytes to keep, the share of stock's step time to spend, the peak of a step, the hooks for
-            what must be held, a check, and logits that are not computed. What the loss allocates outside of
-            the model's forward pass is not known to a peak.
+            the bytes to keep, the share of a step's time to spend, the peak of a step, the hooks for what
+            must be kept, a check, and logits that are not computed. What the loss allocates outside of the
+            model's forward pass is not known to a peak.
 
     Raises: `InputError` as `lean` does; the model is unchanged then.
 

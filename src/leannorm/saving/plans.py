@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from leannorm.planning.goal import Goal
 from leannorm.saving import reasons
@@ -43,11 +44,15 @@ class _Made:
 
 @dataclass(eq=False)
 class _Entry:
-    """A plan in some sizes; `next`: what the pass behind one that followed it followed."""
+    """A plan in some sizes; `next`: what the pass behind one that followed it followed.
+
+    `places`: the plan as C++ reads it.
+    """
 
     plan: RebuildPlan
     made: _Made
     next: _Entry | None = None
+    places: Any = None
 
     def begins_with(self, calls: tuple[Call, ...]) -> bool:
         """Does a pass of this plan begin with these calls, in these very sizes?"""
@@ -129,6 +134,11 @@ class Following:
             self._sized = True  # it is looked for once
             self._follow(self._known(calls).in_sizes_of(tuple(calls), entry.made) or entry)
         return self.plan is None or self.plan.rebuild[last]
+
+    @property
+    def entry(self) -> _Entry | None:
+        """What is followed now."""
+        return self._entry
 
     def narrows(self, place: int) -> bool:
         """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""

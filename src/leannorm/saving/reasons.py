@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -15,6 +15,9 @@ from leannorm.planning.goal import Goal
 from leannorm.planning.plan import Plan
 from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
+
+if TYPE_CHECKING:
+    from leannorm.saving.plan import RebuildPlan
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -30,7 +33,7 @@ TRACED = (
 )
 TRANSFORMED_WITHIN = (
     "torch admitted no saved-tensor hooks in a part of this pass (a torch.func transform within it): what was"
-    " saved there is held as without lean(), and not counted"
+    " saved there is kept as without lean(), and not counted"
 )
 HOOKS_AROUND = (
     "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
@@ -41,7 +44,7 @@ HOOKS_WITHIN = (
     " theirs, and lean() neither saw nor rebuilt it; hand them over instead: lean(held=save_on_cpu())"
 )
 COMPILED_WITHIN = (
-    "compiled code ran within lean(): what it saves is the compiler's choice and was held; type"
+    "compiled code ran within lean(): what it saves is the compiler's choice and was kept; type"
     " torch.compile(model, options=leannorm.compile_options()), since lean() rebuilds what eager code saves"
 )
 NOTHING = (
@@ -56,19 +59,19 @@ BACKWARD_WITHIN = (
 BACKWARD_BEFORE_PLAN = BACKWARD_WITHIN.replace("left;", "left, and no plan could be made;")
 BENCHMARK = (
     "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread by itself,"
-    " so that the backward pass may use another one, of other bits, and convolutions are held; turn it off"
+    " so that the backward pass may use another one, of other bits, and convolutions are kept; turn it off"
 )
 SMALL = (
-    "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
+    "what this pass saves is kept as it is: it is less than 4 MiB in all, as in the pass before it, and"
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
 DEAR = (
-    "what this pass saves is held as it is: looking at it would take more time than the overhead that was"
+    "what this pass saves is kept as it is: looking at it would take more time than the overhead that was"
     " asked for, as in the pass before it; ask for more, or for a budget or a peak"
 )
 SUBCLASSES = (
-    "tensors of a subclass were saved (such as jagged tensors): they are held, as lean() rebuilds plain"
-    " tensors and DTensors alone; checkpoint the blocks that hold most of them"
+    "tensors of a subclass were saved (such as jagged tensors): they are kept, as lean() rebuilds plain"
+    " tensors and DTensors alone; checkpoint the blocks that save most of them"
 )
 HEAD_IN_HOOKS = (
     "head=True: logits were computed as without it, since a checkpoint or other saved-tensor hooks are around"
@@ -78,20 +81,20 @@ HEAD_OF_UNITS = (
     "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
     " free a layer's weight before its logits are read"
 )
-# Why an operation's output is held, as records say it
+# Why an operation's output is kept, as records say it
 NO_RECIPE = "lean() has no recipe for it"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
 BEFORE = "what it was made of was not looked at, as the pass was small until then"
 PLANNED = "the plan keeps it"
-TOO_DEEP = "too many steps in a row lead to it from what is held"
+TOO_DEEP = "too many steps in a row lead to it from what is kept"
 ELSEWHERE = (
     "what it was made of was saved in another branch alone, whose backward pass may never run, so that it may"
     " be edited"
 )
 OTHER_BITS = "a rebuild had other bits"
-EDITED = "it was edited where its operation does not tell"
-VIEW = "it is a view of what is held"
+EDITED = "it was edited where its operation does not show it"
+VIEW = "it is a view of what is kept"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
@@ -138,10 +141,11 @@ OF_THE_PASS = {
 
 
 _LEAST = 0.05  # of all bytes
+_FEWER, _LOWER = 0.8, 0.95  # of plain PyTorch's bytes and peak: more is no fewer, and no lower
 
 
 def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
-    """A sentence for each kind of node and reason, of which a twentieth of all bytes is held."""
+    """A sentence for each kind of node and reason, of which a twentieth of all bytes is kept."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
     for node, _, _, nbytes, is_rebuilt, _, why in rows:
         stock += nbytes
@@ -154,7 +158,7 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
             reason, _, at_fault = why.partition(": ")
             made_of = f", made of outputs of {at_fault}" if at_fault else ""
             whose = "what was saved within" if why == KEPT else "outputs of"
-            yield f"{share:.2f} of the bytes are {whose} {node}{made_of}, and held: {reason}"
+            yield f"{share:.2f} of the bytes are {whose} {node}{made_of}, and kept: {reason}"
 
 
 def of_collective(tensor: Tensor) -> str:
@@ -175,16 +179,16 @@ def sharded(unit: str, around: str) -> str:
 def dear(hooks: float, overhead: float) -> str:
     """Looking at what is saved takes more than the overhead that is allowed."""
     return (
-        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of stock's"
-        " step; all is held from the next pass on, and nothing looked at"
+        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of a plain"
+        " PyTorch step; all is kept from the next pass on, and nothing looked at"
     )
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """A recipe raised an error, or its trial did: the tensor is held."""
+    """A recipe raised an error, or its trial did: the tensor is kept."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
-    return f"an output of {made_by} is held, since rebuilding it failed with {type(error).__name__}: {text}"
+    return f"an output of {made_by} is kept, since rebuilding it failed with {type(error).__name__}: {text}"
 
 
 def no_plan(error: Exception) -> str:
@@ -198,18 +202,31 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
         share = plan.least / max(plan.stock.peak, 1)
         asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
         return (
-            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of stock's) is the"
-            " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
-            " again"
+            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of plain PyTorch's) is"
+            " the least, as the rest are gradients, what a single operation needs, and what cannot be"
+            " computed again"
         )
     return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1), compiled)
+
+
+def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
+    """That a budget or an overhead keeps fewer bytes and lowers no peak, if it is so."""
+    asked = "budget" if goal.budget is not None else "overhead"
+    if goal.peak is not None or goal.worth is not None or plan.ratio > _FEWER or plan.peak_ratio < _LOWER:
+        return None
+    return (
+        f"this {asked} frees memory between forward and backward and lowers no peak: {plan.ratio:.2f} of the"
+        f" bytes are kept, the peak of a step is {plan.peak_ratio:.2f} of plain PyTorch's, and a step takes"
+        f" {plan.overhead:.0%} more time; if memory runs out, ask for the peak instead, as peak=0.8 or"
+        ' peak="8GiB"'
+    )
 
 
 def missed(share: float, planned: float, another: bool) -> str:
     """The pass kept more than the plan that it followed."""
     then = "another is made" if another else "so it was with those that were made since"
     return (
-        f"more is held than the plan says: {share:.2f} of the bytes for {planned:.2f}, as of the pass that it"
+        f"more is kept than the plan says: {share:.2f} of the bytes for {planned:.2f}, as of the pass that it"
         f" was made of more could be rebuilt; {then}"
     )
 
@@ -217,7 +234,7 @@ def missed(share: float, planned: float, another: bool) -> str:
 def budget_out_of_reach(budget: float, ratio: float, compiled: bool = False) -> str:
     by_name = "" if compiled else " (each by name: saved.records of lean())"
     return (
-        f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
+        f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of the bytes, as"
         f" the rest cannot be computed again{by_name}, are inputs or statistics, or would raise the peak"
     )
 

@@ -7,19 +7,29 @@ the table of operators, and says in words what the pass kept.
 from __future__ import annotations
 
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons
+from leannorm.saving import reasons, rows
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
+from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, Operator
+from leannorm.saving.plan import Call, Pass
+from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
+from leannorm.saving.recorded_plan import Way
+from leannorm.saving.shards import local_of, shared_as, spec_of
+from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack as unpack_others
+from leannorm.saving.verify import Layers, check_equal
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -38,8 +48,12 @@ _WHYS = (
     reasons.SMALLER,
     reasons.UNSEEN,
     reasons.OTHER_FLAGS,
+    reasons.PLANNED,
+    reasons.COLLECTIVE,
+    reasons.SHARDED,
 )
-_SUMS, _CALLS, _PRODUCTS = 2, 32, 2  # in a row: what is rebuilt at once
+_SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
+_PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
 
 def _kind(row: Operator) -> int:
@@ -59,38 +73,136 @@ def _with_flags(flags: Flags, saved: Any) -> Tensor:
         return tensor
 
 
+def _in_rows(tensor: Tensor, flags: Flags) -> bool:
+    """May the gradient of this log-softmax read it some rows at a time?"""
+    try:
+        return rows.fits(tensor, flags)
+    except Exception:  # it is rebuilt as a whole
+        return False
+
+
+class _Rows:
+    """A log-softmax that a recorded pass has dropped."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, saved: Any, shape: list[int], dtype: torch.dtype) -> None:
+        self._saved, self.shape, self.dtype = saved, torch.Size(shape), dtype
+
+    def skip(self) -> None:
+        """A reader needed no rebuild."""
+        NODES.record_skip(self._saved)
+
+    def read(self, flags: Flags | None = None) -> Tensor:
+        """The whole tensor."""
+        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        return tensor
+
+    def source_of_rows(
+        self, cast: Callable[..., Tensor], flags: Flags | None
+    ) -> tuple[Tensor, list[torch.dtype]]:
+        """The tensor whose rows these are made of, and the casts from it on; read once."""
+        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        return made
+
+
+def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
+    return rows.stand_in(_Rows(saved, shape, dtype))
+
+
 if NODES is not None:
     for _name, _row in OPERATORS.items():
         _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
         NODES.set_operator(
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
-    NODES.set_recorded(_with_flags, unpack_others)
+    NODES.set_recorded(
+        _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
+    )
 
 
 def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on one process's CPU tensors."""
-    if NODES is None or os.environ.get("LEANNORM_RECORD", "0") != "1":
+    """Can the log see what a pass in this thread does? It records operators on CPU tensors."""
+    if NODES is None or os.environ.get("LEANNORM_RECORD", "1") != "1":
         return False
-    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not (ranks or torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
+    return not (torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
 
 
 class RecordedPass:
     """One pass, from its making to `close`."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(
+        self, policy: Policy, following: Following | None, hooks: Hooks | None, layers: Layers | None
+    ) -> None:
+        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
+        self.reasons = Counter[str]()
+        self._timeline: tuple[Any, ...] = ()
+        self._way = None if following is None else Way(following, _WHYS)
+        units = Units()
         self._pass = NODES.RecordedPass(
-            policy.products, policy.everything, _SUMS, _CALLS, _PRODUCTS, current()
+            policy.products,
+            policy.everything,
+            _SUMS,
+            _CALLS,
+            _PRODUCTS_OF_A_PLAN if policy.everything else _PRODUCTS,
+            current(),
+            None if self._way is None else self._way.ask,
+            layer=None if layers is None else layers.at_work,
+            hold=None if hooks is None else partial(self._hold, hooks),
+            owns=units.owns if units.exist else None,
+            subclasses="torch.distributed.tensor" in sys.modules,
+            gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
         )
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
-    def close(self) -> list[Row]:
+    def _hold(self, hooks: Hooks, tensor: Tensor) -> Callable[[], Tensor] | None:
+        """The tensor is held by the hooks alone: what is returned brings it back. None where they fail."""
+        try:
+            return partial(hooks.unpack, hooks.pack(tensor))
+        except Exception as error:
+            self.reasons[reasons.failed(tensor, error)] += 1
+            return None
+
+    def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""
+        if self._way is not None and self._way.following.whole:
+            self._timeline = self._pass.timeline()
         self._pass.close()
-        self.seen = self._pass.seen() > 0
-        rows: list[Row] = []
-        for name, shape, dtype, nbytes, dropped, why, saves in self._pass.rows():
-            rows.append((name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if saves else ""))
-        return rows
+        seen, recorded = self._pass.seen(), Recorded(self._pass.saved())
+        self.seen = self._pass.packed()
+        self.is_mostly_gone = len(recorded) < seen / 8
+        return recorded
+
+    @property
+    def calls(self) -> list[Call]:
+        """What the pass saved and a plan has a say in."""
+        return [] if self._way is None else self._way.calls(self._pass.places())
+
+    def passed(self) -> Pass:
+        """What this pass saved, from which plans are made."""
+        assert self._way is not None
+        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
+
+    def forget(self) -> None:
+        """Let go of what only a plan is made from."""
+        self._timeline = ()
+
+
+class Recorded:
+    """What one pass held when it closed: its bytes, and rows once they are read."""
+
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
+        self.kept: int = saved.held
+        self.rebuilt: int = saved.dropped
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def rows(self) -> list[Row]:
+        """The fields of a `Record` for each tensor."""
+        return [
+            (name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if by_node else "")
+            for name, shape, dtype, nbytes, dropped, why, by_node in self._saved.rows()
+        ]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from leannorm.ops.modes import in_no_mode
 from leannorm.saving.device import capturing
-from leannorm.saving.flags import current
+from leannorm.saving.flags import Flags, current
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes.views import cast_to
 from leannorm.saving.trial import layout, same_bits, without_autocast
@@ -57,15 +57,22 @@ def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]
 
 
 def in_rows(value: Value, tensor: Tensor) -> bool:
-    """Can this rebuilt log-softmax be read in parts, with the same bits? Tried once per layout."""
+    """Can this rebuilt log-softmax be read in parts, with the same bits?"""
     step = value.step
-    if not _SERVES or type(tensor) is not Tensor or step is None or step.function is not torch.log_softmax:
+    if step is None or step.function is not torch.log_softmax:
         return False
-    if tensor.dim() < 2 or step.constants not in ((-1,), (tensor.dim() - 1,)) or not tensor.is_contiguous():
+    if tensor.dim() < 2 or step.constants not in ((-1,), (tensor.dim() - 1,)):
+        return False
+    return fits(tensor, step.flags)
+
+
+def fits(tensor: Tensor, flags: Flags | None) -> bool:
+    """Can such a log-softmax of its last dim be read in parts, with the same bits? Tried once per layout."""
+    if not _SERVES or type(tensor) is not Tensor or not tensor.is_contiguous():
         return False
     if not tensor.numel() or len(list(_parts(tensor.shape, tensor.device))) < _FEWEST:
         return False
-    key = layout(tensor), tensor.device, step.flags
+    key = layout(tensor), tensor.device, flags
     if key not in _SEEN:
         if capturing(tensor):
             return False
@@ -114,27 +121,52 @@ def _without_values(like: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
+class Source(Protocol):
+    """What is rebuilt, or its rows are: a `Value`, or one of a recorded pass."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def skip(self) -> None: ...
+
+    def read(self, flags: Flags | None = None) -> Tensor: ...
+
+    def source_of_rows(
+        self, cast: Callable[..., Tensor], flags: Flags | None
+    ) -> tuple[Tensor, list[torch.dtype]]: ...
+
+
 def unbuilt(value: Value) -> Tensor | None:
     """A tensor without memory for the node that reads `value` now; None if the node must have the tensor."""
+    if value.step is None or not _may_be_unbuilt() or value.step.flags is not current():
+        return None
+    return stand_in(value) if value.unread() else None
+
+
+def stand_in(value: Source) -> Tensor | None:
+    """The same for what its caller knows to be unread."""
+    return Unbuilt(value, value.shape, value.dtype, value.device) if _may_be_unbuilt() else None
+
+
+def _may_be_unbuilt() -> bool:
+    """Does the node that reads now read rows, or no values? Not where a mode or transform looks on."""
     node = torch._C._current_autograd_node()
     if node is None or kind_of(node) not in _READERS or torch.is_grad_enabled():
-        return None
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
-        return None
-    if value.step is None or value.step.flags is not current() or not value.unread():
-        return None
-    return Unbuilt(value, value.shape, value.dtype, value.device)
+        return False
+    modes = torch._C._len_torch_dispatch_stack()
+    return not modes and torch._C._functorch.maybe_current_level() is None
 
 
 class Unbuilt(Tensor):
     """Stands for a log-softmax that is not rebuilt yet. Operators other than two get the whole tensor."""
 
-    value: Value
+    value: Source
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, value: Value, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
+    def __new__(cls, value: Source, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
         made: Unbuilt = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.value = value
         return made
@@ -218,7 +250,7 @@ def _owners_when_alone() -> tuple[int, int, int]:
 
 @torch.no_grad()
 def _gradient_of(
-    value: Value, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
+    value: Source, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
 ) -> Tensor | None:
     """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd holds that.
 

@@ -44,7 +44,7 @@ def _unpack(value: Value | Kept) -> Tensor:
         with torch.no_grad(), without_autocast():
             tensor = value.read(current())
     if value.original is not None:
-        check_equal(tensor, value.original, value)
+        check_equal(tensor, value.original, value.name, value.where)
     elif value.step is not None and not (_only_reads() or _is_stocks(value.step) or _is_alone(value, tensor)):
         tensor = tensor.clone()
     return value.shared(tensor)

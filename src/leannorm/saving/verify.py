@@ -11,14 +11,13 @@ from torch.utils.hooks import RemovableHandle
 from leannorm._torch import left_to_python
 from leannorm.saving.evidence import RebuildError
 from leannorm.saving.trial import layout, same_bits
-from leannorm.saving.values import Value
 
 
-def check_equal(rebuilt: Tensor, original: Tensor, value: Value) -> None:
+def check_equal(rebuilt: Tensor, original: Tensor, name: str, where: str) -> None:
     """Raises RebuildError at the first difference in layout or bits."""
-    what = f"the output of {value.name} of shape {list(original.shape)}"
-    if value.where:
-        what += f", saved in {value.where},"
+    what = f"the output of {name} of shape {list(original.shape)}"
+    if where:
+        what += f", saved in {where},"
     if layout(rebuilt) != layout(original):
         raise RebuildError(f"{what} was rebuilt in another layout: {layout(rebuilt)} for {layout(original)}")
     if same_bits(rebuilt, original):

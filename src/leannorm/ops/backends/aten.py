@@ -1,53 +1,47 @@
-"""The verbs by torch's own kernels, for large CPU tensors where the C++ kernels are not built.
+"""The verbs by torch's own kernels on the CPU, where the C++ kernels are not built.
 
-The reference writes each operation of a formula by itself. Here the same formulas are few passes over some
-samples, or rows, at a time: a * x + b of each channel is torch's batch norm in evaluation. Torch's norms
-themselves are taken where they are as exact as the reference. A mean of many standard deviations is
-subtracted first. Values whose squares overflow or vanish in float32 are left to the reference, and so is
-what autograd or a compiler may record.
+Torch's norms themselves are used where they are as exact as the reference (`native.py`). Else, of large
+tensors, the reference's formulas are few passes over some samples, or rows, at a time: a * x + b of each
+channel is torch's batch norm in evaluation, and a mean of many standard deviations is subtracted first.
+Values whose squares overflow or vanish in float32 are left to the reference, and so is what autograd or a
+compiler may record.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from leannorm._types import KeptByChannelNorm, KeptByRowNorm, Maybe, Moments, Rows
+from leannorm._types import Epilogue, KeptByChannelNorm, Moments, Running, kept_of
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends.backend import Backend
-from leannorm.ops.backends.compiled import DTYPES
+from leannorm.ops.backends import native
+from leannorm.ops.backends.aten_rows import AtenRows
+from leannorm.ops.backends.compiled import DTYPES, like
 from leannorm.ops.backends.reference import _SLICE, activation_grad
-from leannorm.ops.backends.reference_rows import shifted_weight
 from leannorm.ops.layout import laid_out_for
-from leannorm.ops.modes import recorded, traced, transformed
-from leannorm.ops.plan import row_plan
-from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics_dtype
+from leannorm.ops.precision import compute_dtype, statistics_dtype
 
-_SMALL = 1 << 12  # fewer are the reference's: a call of torch's takes as long as these
-_NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
-_USUAL = 1e-10, 1e10  # of rstd: its square is far from what float32 cannot hold
+_SMALL = 1 << 12  # values, of a sample or of all: the reference takes no longer for fewer
 
 
-def _serves(x: Tensor, *others: Tensor | None) -> bool:
-    """Are these large, plain tensors, of which nobody records what is computed?"""
-    if traced() or transformed(x, *others) or recorded(x, *others):
-        return False
-    return x.numel() >= _SMALL and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
+def _is_exact(x: Tensor, epilogue: Epilogue) -> bool:
+    """Is what torch's norm returns, and what is made of it afterwards, rounded once?"""
+    wide = x.dtype == compute_dtype(x)
+    return native.dense(x) and (wide or (epilogue.residual is None and epilogue.act in ("identity", "relu")))
 
 
-def _usual(mean: Tensor, rstd: Tensor) -> bool:
-    """May the statistics be squared, and are they finite?"""
-    return bool(((rstd > _USUAL[0]) & (rstd < _USUAL[1]) & mean.isfinite()).all())
-
-
-def _far(mean: Tensor, rstd: Tensor) -> bool:
-    return bool(((mean * rstd).abs() > _NEAR).any())
+def _behind(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """act(y + residual), in y where that is possible."""
+    if epilogue.residual is not None:
+        y.add_(epilogue.residual.to(y.dtype))
+    if epilogue.act == "relu":
+        return y.relu_()
+    return y if epilogue.act == "identity" else ACTIVATIONS[epilogue.act].forward(y)
 
 
 class Scaling(NamedTuple):
@@ -65,6 +59,10 @@ class Scaling(NamedTuple):
     def of(cls, a: Tensor, b: Tensor, dtype: torch.dtype) -> Scaling:
         a, b = a.to(dtype), b.to(dtype)
         return cls(a, b, torch.zeros_like(a[0]), torch.ones_like(a[0]))
+
+    def of_one_sample(self) -> Scaling:
+        a, b = self.a.reshape(1, -1), self.b.reshape(1, -1)
+        return Scaling(a, b, torch.zeros_like(a[0]), torch.ones_like(a[0]))
 
     def __call__(self, part: slice, x: Tensor, out: Tensor | None = None) -> Tensor:
         at = part.start if self.a.shape[0] > 1 else 0
@@ -84,7 +82,7 @@ class _Channels:
         self.per_sample = kept.mean.dim() == 2
         self.high: Tensor | None = None
         self.mean, self.rstd = self.of_channels(kept.mean), self.of_channels(kept.rstd)
-        if _far(kept.mean, kept.rstd):
+        if native.far(kept.mean, kept.rstd):
             self.high = self.mean.to(self.dtype)
             self.mean = self.mean - self.high.to(self.mean.dtype)
 
@@ -137,7 +135,7 @@ def _axes(x: Tensor, per_sample: bool) -> list[int]:
     return [*range(2, x.dim())] if per_sample else [0, *range(2, x.dim())]
 
 
-class Aten(Backend):
+class Aten(AtenRows):
     """Torch's kernels on the CPU; in each case that they do not serve, the reference's formulas."""
 
     name = "aten"
@@ -154,8 +152,14 @@ class Aten(Backend):
     def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
         per_sample = groups > 0
         small = per_sample and (x.dim() == 2 or x[:1].numel() < _SMALL)
-        if mask is not None or groups < 0 or small or not _serves(x):
+        if mask is not None or groups < 0 or small or not native.serves(x):
             return super().channel_moments(x, groups, mask)
+        found = None if per_sample else native.batch_moments(x)
+        if found is None and x.numel() < _SMALL:
+            return super().channel_moments(x, groups)
+        if found is not None:
+            mean, var = (v.to(statistics_dtype(x)) for v in found)
+            return Moments(mean, var * (x.numel() // x.shape[1]), x.numel() // x.shape[1])
         dtype, axes, channels = statistics_dtype(x), _axes(x, per_sample), x.shape[1]
         shape = (x.shape[0], groups) if per_sample else (channels,)
         count = x.numel() // math.prod(shape)
@@ -164,11 +168,11 @@ class Aten(Backend):
 
         def sums(of: Callable[[slice], tuple[Tensor, ...]]) -> list[Tensor]:
             """Sums of these values, in float64, over each set."""
-            found = []
+            of_parts = []
             for part in pieces.parts():
                 of_part = torch.stack([v.to(dtype) for v in of(part)])
-                found.append(of_part.unflatten(2, (groups, -1)).sum(3) if per_sample else of_part)
-            return list(torch.cat(found, 1) if per_sample else torch.stack(found).sum(0))
+                of_parts.append(of_part.unflatten(2, (groups, -1)).sum(3) if per_sample else of_part)
+            return list(torch.cat(of_parts, 1) if per_sample else torch.stack(of_parts).sum(0))
 
         (mean,) = (s / count for s in sums(lambda part: (pieces.values(part).sum(axes),)))
         rounded = torch.where(mean.isfinite(), mean, 0).to(pieces.dtype).to(dtype)
@@ -195,17 +199,28 @@ class Aten(Backend):
         """What is kept, if torch's kernels serve it."""
         x, mean = kept.x, kept.mean
         tensors = mean, kept.rstd, kept.weight, kept.bias, kept.residual, kept.output
-        if kept.mask is not None or not _serves(x, *tensors, *others):
+        if kept.mask is not None or not native.serves(x, *tensors, *others):
             return None
-        if mean.dim() == 2 and (mean.shape[0] != x.shape[0] or x[0].numel() < _SMALL or x.dim() == 2):
+        if mean.dim() == 2 and (mean.shape[0] != x.shape[0] or x.dim() == 2):
             return None
-        return _Channels(kept) if _usual(mean, kept.rstd) else None
+        if mean.dim() == 2 and x[0].numel() < _SMALL and not x.is_contiguous():
+            return None  # a call for each sample
+        return _Channels(kept) if native.usual(mean, kept.rstd) else None
 
     @torch.no_grad()
     def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
         pieces = self._pieces(kept)
         if pieces is None:
             return super().channel_normalize(kept)
+        cheap = kept.act in ("identity", "relu")  # others have temporaries of their own
+        if cheap and pieces.high is None and _is_exact(kept.x, kept.epilogue()):
+            if not pieces.per_sample:
+                return _behind(pieces.scale_and_shift(slice(None), kept.x), kept.epilogue())
+            if kept.x.is_contiguous():  # the channels of all samples as those of one
+                z = pieces.scale_and_shift.of_one_sample()(
+                    slice(0, 1), kept.x.view(1, pieces.mean.numel(), -1)
+                )
+                return _behind(z.view_as(kept.x), kept.epilogue())
         y = torch.empty_like(kept.x)
         for part in pieces.parts():
             out = y[part] if y.dtype == pieces.dtype else None
@@ -220,7 +235,7 @@ class Aten(Backend):
 
     @torch.no_grad()
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
-        pieces = self._pieces(kept, dy)
+        pieces = None if kept.x.numel() < _SMALL else self._pieces(kept, dy)
         if pieces is None:
             return super().channel_grad_sums(dy, kept)
         axes, sums = _axes(dy, pieces.per_sample), []
@@ -252,6 +267,9 @@ class Aten(Backend):
         if kept.weight is not None:
             a = a * kept.weight.to(a.dtype)
         of_dz, of_x = Scaling.of(a, torch.zeros_like(a), pieces.dtype), None
+        if means is None and kept.act == "identity" and not pieces.per_sample and native.dense(kept.x):
+            dy = like(kept.x, dy)
+            return of_dz(slice(None), dy), dy if want_dz else None
         if means is not None:
             p, q = map(pieces.of_channels, means)
             b = -rstd * rstd * q
@@ -271,110 +289,65 @@ class Aten(Backend):
         return dx, all_dz
 
     @torch.no_grad()
-    def row_forward(
-        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = x, residual, weight, bias, valid
-        size = _row_size(x, rows)
-        between = rows.cast_before and not rows.rms  # a cast between the norm and the weight: torch has none
-        if not size or valid is not None or between or not _serves(*given):
-            return super().row_forward(*given[:4], rows, valid)
-        total = x if residual is None else x + residual.to(x.dtype)
-        if rows.rms:
-            return self._rms_forward(total, weight, bias, rows, size)
-        shape = total.shape[rows.start :]
-        dtype = compute_dtype(x)
-        gamma = torch.ones(shape, dtype=dtype)
-        gamma = gamma if weight is None else shifted_weight(weight, rows.weight_offset, dtype)
-        beta = torch.zeros_like(gamma) if bias is None else bias.to(dtype)
-        y, mean, rstd = torch.native_layer_norm(total, shape, gamma, beta, rows.eps)
-        if not _usual(mean, rstd) or _far(mean, rstd):
-            return super().row_forward(total, None, weight, bias, rows)
-        return y, total, mean, rstd
-
-    def _rms_forward(
-        self, x: Tensor, weight: Maybe, bias: Maybe, rows: Rows, size: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The reference's, some rows at a time: its temporaries stay in cache."""
-        flat = x.reshape(-1, *x.shape[rows.start :])
-        of_flat = rows._replace(start=1, stop=flat.dim())
-        y, rstd = torch.empty_like(flat), x.new_empty(flat.shape[0], dtype=compute_dtype(x))
-        for part in _row_parts(flat, size):
-            y_of, _, _, rstd_of = super().row_forward(flat[part], None, weight, bias, of_flat)
-            if y_of.dtype != y.dtype:
-                return super().row_forward(x, None, weight, bias, rows)
-            y[part], rstd[part] = y_of, rstd_of.flatten()
-        rstd = rstd.reshape(*x.shape[: rows.start], *(1,) * (x.dim() - rows.start))
-        return y.reshape(x.shape), x, torch.zeros_like(rstd), rstd
+    def channel_forward(
+        self,
+        x: Tensor,
+        epilogue: Epilogue,
+        eps: float,
+        groups: int = 0,
+        running: Running | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        weight, bias, residual, _ = epilogue
+        plain = groups > 0 and mask is None and running is None and native.serves(x, weight, bias, residual)
+        made = native.group_moments(x, eps, groups) if plain else None
+        if made is None:
+            return super().channel_forward(x, epilogue, eps, groups, running, mask)
+        mean, m2, rstd = made
+        return self.channel_normalize(kept_of(x, mean, rstd, Epilogue(*epilogue))), mean, m2, rstd, None
 
     @torch.no_grad()
-    def row_backward(
-        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, mean, rstd, weight, valid = kept
-        size = _row_size(x, rows)
-        if not size or valid is not None or not _serves(x, mean, rstd, weight, dy, dtotal):
-            return super().row_backward(dy, dtotal, kept, rows, want_affine)
-        native = not rows.rms and dy.dtype == x.dtype and _usual(mean, rstd) and not _far(mean, rstd)
-        if native and x.dtype == compute_dtype(x):
-            return _layer_norm_backward(dy, dtotal, kept, rows, want_affine)
-        return self._some_rows_backward(dy, dtotal, kept, rows, size, want_affine, native)
-
-    def _some_rows_backward(
+    def channel_backward(
         self,
         dy: Tensor,
-        dtotal: Tensor | None,
-        kept: KeptByRowNorm,
-        rows: Rows,
-        size: int,
-        want_affine: bool,
-        native: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The reference's, some rows at a time; `native`: the input gradient by torch's kernel."""
-        x, shape = kept.x, kept.x.shape[rows.start :]
-        each, of_flat = (-1, *(1,) * len(shape)), rows._replace(start=1, stop=1 + len(shape))
-        flat, dy = x.reshape(-1, *shape), dy.reshape(-1, *shape)
-        mean, rstd = kept.mean.reshape(each), kept.rstd.reshape(each)
-        through = None if dtotal is None else dtotal.reshape(-1, *shape)
-        dx, sums = torch.empty_like(flat), []
-        for part in _row_parts(flat, size):
-            some = KeptByRowNorm(flat[part], mean[part], rstd[part], kept.weight)
-            given = dy[part], None if through is None else through[part], some, of_flat
-            dx[part] = _layer_norm_backward(*given, False)[0] if native else self.row_input_grad(*given)
-            if want_affine:
-                sums.append(torch.stack(self.row_grad_sums(dy[part], some, of_flat)).to(statistics_dtype(x)))
-        if not want_affine:
-            return dx.reshape(x.shape), None, None
-        dweight, dbias = torch.stack(sums).sum(0).to(row_gradient_dtype(x, kept.weight))
-        return dx.reshape(x.shape), dweight, None if rows.rms else dbias
+        kept: KeptByChannelNorm,
+        groups: int = 0,
+        want_dz: bool = False,
+        constant: bool = False,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        x, weight = kept.x, kept.weight
+        tensors = dy, kept.mean, kept.rstd, weight, kept.bias, kept.residual, kept.output
+        plain = not constant and kept.mask is None and groups >= 0 and native.serves(x, *tensors)
+        wide = weight is not None and weight.dtype == torch.float64 != x.dtype  # its gradients are exact
+        if kept.act not in ("identity", "relu") and x.dtype != compute_dtype(x):
+            wide = True  # a rounded z may be on the other side of where the derivative jumps
+        if not plain or wide or not native.dense(x) or not native.near(kept.mean, kept.rstd):
+            return super().channel_backward(dy, kept, groups, want_dz, constant, into)
+        dz = self._dz(like(x, dy), kept)
+        dx, dweight, dbias = native.channel_backward(dz, kept, groups)
+        if native.adds_in_a_row(x):
+            sums = self.channel_grad_sums(dy, kept)
+            dbias, dweight = ((s.sum(0) if groups else s).to(dweight.dtype) for s in sums)
+        return dx, dweight, dbias, dz if want_dz else None
 
-
-def _row_size(x: Tensor, rows: Rows) -> int:
-    """Values of a row, where rows are lines of memory; else 0."""
-    lines = rows.stop == x.dim() and x.is_contiguous()
-    return row_plan(x.shape, rows.start, rows.stop).kept if lines else 0
-
-
-def _row_parts(flat: Tensor, size: int) -> Iterator[slice]:
-    step = max(1, _SLICE // size)
-    return (slice(i, i + step) for i in range(0, flat.shape[0], step))
-
-
-def _layer_norm_backward(
-    dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    x, mean, rstd, weight, _ = kept
-    shape, dtype = x.shape[rows.start :], compute_dtype(x)
-    gamma = torch.ones(shape, dtype=dtype)
-    gamma = gamma if weight is None else shifted_weight(weight, rows.weight_offset, dtype)
-    wanted = True, want_affine, want_affine
-    given = dy.contiguous(), x, shape, mean, rstd, gamma, torch.zeros_like(gamma), wanted
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(*given)
-    dx = dx if dtotal is None else (dx.to(dtype) + dtotal.to(dtype)).to(x.dtype)
-    if not want_affine:
-        return dx, None, None
-    dtype = row_gradient_dtype(x, weight)
-    return dx, dweight.to(dtype), dbias.to(dtype)
+    def _dz(self, dy: Tensor, kept: KeptByChannelNorm) -> Tensor:
+        """The gradient before the activation, in x's dtype and layout."""
+        if kept.act == "identity":
+            return dy
+        given = kept.output is not None and ACTIVATIONS[kept.act].from_output is not None
+        z = kept.output if given else None
+        if z is None:
+            z = self.channel_normalize(kept._replace(act="identity"))
+        if kept.act == "relu":
+            of_relu: Tensor = torch.ops.aten.threshold_backward(dy, z, 0.0)
+            return of_relu
+        dz, dtype, step = torch.empty_like(kept.x), compute_dtype(dy), max(1, _SLICE // dy[0].numel())
+        for i in range(0, len(dz), step):
+            part = slice(i, i + step)
+            some = kept._replace(output=z[part] if given else None)
+            dz[part] = activation_grad(dy[part], some, partial(z[part].to, dtype))
+        return dz
 
 
 ATEN = Aten()

@@ -39,9 +39,9 @@ class DemoReport(PagedReport):
         stock, lean = self.trained
         equal = "equal bit for bit" if self.same else "DIFFERENT"
         if not self.repeats:
-            equal = "other bits at each run here, stock's too"
+            equal = "other bits at each run here, plain PyTorch's too"
         return (
-            f"digits, {counted(len(stock.loss), 'epoch')}, stock and under lean(): weights {equal}, "
+            f"digits, {counted(len(stock.loss), 'epoch')}, with and without lean(): weights {equal}, "
             f"{lean.accuracy[-1]:.1%} of the test images right"
         )
 
@@ -67,7 +67,7 @@ class DemoReport(PagedReport):
         """What the networks save, then the digits' loss, memory and time."""
         facts = [fact for one in self.networks for fact in _facts(one)]
         right = [f"{one.accuracy[-1]:.1%}" for one in self.trained]
-        facts.append(Fact(right[1], f"of the test digits right, trained under lean(); {right[0]} in stock"))
+        facts.append(Fact(right[1], f"of the test digits right, trained under lean(); {right[0]} without"))
         sections = [section for one in self.networks for section in _sections(one)]
         epochs = range(1, len(self.trained[0].loss) + 1)
         losses = {one.name: (list(epochs), one.loss) for one in self.trained}
@@ -128,7 +128,7 @@ def _facts(one: Saved) -> list[Fact]:
     return [
         Fact(
             f"{lean.kept / stock.kept:.2f} ×",
-            f'bytes held by {one.network} under lean("{lean.name}"), at {lean.time_ratio:.2f} × the time',
+            f'bytes kept by {one.network} under lean("{lean.name}"), at {lean.time_ratio:.2f} × the time',
         ),
         Fact(f"{one.larger_batch:.1f} ×", f"largest batch of {one.network} in {one.batches.available}"),
     ]
@@ -140,7 +140,7 @@ def _sections(one: Saved) -> list[Section]:
         timeline_section(one.steps, f"{one.network}, {images}: memory over one step"),
         Section(
             f"{one.network}: what a step costs",
-            "Bytes and time of one step, each with its ratio to stock; the batch is of 224×224 images.",
+            "Bytes and time of one step, with their ratios to plain PyTorch; the batch is of 224×224 images.",
             table=one.table(),
         ),
     ]

@@ -74,7 +74,7 @@ def measured(
     """
     for name, make, images, sample in networks:
         torch.manual_seed(0)
-        progress(f"{name}: stock and under lean()")
+        progress(f"{name}: plain PyTorch and under lean()")
         say = partial(_of_network, name, progress)
         report = profile(make().to(device), torch.randn(images, device=device), steps=3, progress=say)
         report.model = name

@@ -38,7 +38,7 @@ def doctor(
     averaged: Module | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> DoctorReport:
-    """Look at every norm layer of a model, and say what is wrong, where, by which number, and what mends it.
+    """Look at every norm layer of a model, and say what is wrong, where, by which number, and what fixes it.
 
     Knows leannorm's, torch's, timm's and torchvision's layers and their subclasses, frozen batch norms, and
     layer and RMS norms of other packages by the name of their class. Nothing of the model is changed:

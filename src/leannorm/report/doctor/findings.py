@@ -104,7 +104,7 @@ class DoctorReport(PagedReport):
         return f"{examined}: {faults}{waits}"
 
     def parts(self) -> Iterator[Part]:
-        """For each check its first layers, why it matters, what mends it."""
+        """For each check its first layers, why it matters, what fixes it."""
         for title, findings in _by_check(self):
             first, left = findings[0], len(findings)
             yield Line(f"{first.severity}: {title} ({first.check})", _STYLES[first.severity])

@@ -71,11 +71,11 @@ def diff(changes: Iterable[Change]) -> Iterator[str]:
 
     >>> print(*diff([Change("bn1", "momentum", "0.99", "0.01")]), sep="\\n")
     --- model
-    +++ model, mended
+    +++ model, fixed
     @@ bn1 @@
     -momentum = 0.99
     +momentum = 0.01
     """
-    yield from ("--- model", "+++ model, mended")
+    yield from ("--- model", "+++ model, fixed")
     for layer, name, before, after in changes:
         yield from (f"@@ {layer} @@", f"-{name} = {before}", f"+{name} = {after}")

@@ -97,7 +97,7 @@ def message_of(sums: Sequence[Tensor], token: tuple[int, int], asked: int, count
     first, second = (*sums, None)[:2]
     lengths = sums[0].numel(), sum(s.numel() for s in sums)
     if HEADER + lengths[1] > size:
-        raise RuntimeError("a message must have room for its header and its sums")
+        raise RuntimeError("a message must be large enough for its header and its sums")
     (message,) = _new(sums[0], size)
     numbers = (*token, asked, count, *lengths)
     arguments = (message, first, second, *numbers)

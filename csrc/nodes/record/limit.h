@@ -1,0 +1,186 @@
+// Under a limit of memory everything is held until what the process has comes near it. Then saved values are dropped while
+// the forward pass goes on, the oldest first, since the backward pass reads them last: first what is cheap to make again, then
+// products, then whatever can be.
+#pragma once
+
+#include "walk.h"
+
+#include <cmath>
+#include <unordered_set>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#include <unistd.h>
+
+#include <cstdio>
+#endif
+
+namespace leannorm::recording {
+
+// Bytes of this process, as the C library and the system count them.
+struct InUse {
+  int64_t allocated = 0, free = 0, resident = 0;
+
+  static InUse now() {
+    InUse made;
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
+    const struct mallinfo2 info = mallinfo2();
+    made.allocated = info.uordblks + info.hblkhd, made.free = info.fordblks;
+#endif
+    return made;
+  }
+  static int64_t read_resident() {
+    long pages = 0, size = 0;
+#ifdef __GLIBC__
+    if (std::FILE* const file = std::fopen("/proc/self/statm", "r")) {
+      if (std::fscanf(file, "%ld %ld", &size, &pages) != 2) pages = 0;
+      std::fclose(file);
+    }
+    return static_cast<int64_t>(pages) * sysconf(_SC_PAGESIZE);
+#else
+    return 0;
+#endif
+  }
+  // Memory that was freed and that the C library has kept goes back to the system.
+  static void trim() {
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+  }
+};
+
+// What a pass under a limit leaves to the next ones at its place: how much its backward pass took beyond what the forward pass
+// had left, in units of the largest tensor that was saved.
+struct Learned {
+  static constexpr double kAtFirst = 6, kWithin = 5;  // what is allocated within a node, as gradients and workspaces, is not seen
+  std::atomic<double> beyond = -1;  // not known yet
+
+  void note(double taken) {  // what was more than expected counts at once, what was less by degrees
+    const double before = beyond.load();
+    beyond.store(before < taken ? taken : before * 0.75 + taken * 0.25);
+  }
+};
+
+// The limit of one pass.
+class Limit {
+ public:
+  static constexpr double kMargin = 0.03;  // of the limit, for memory between allocations
+
+  Limit(int64_t bytes, std::shared_ptr<Learned> learned)
+      : bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)) {
+    const InUse now = InUse::now();
+    others_ = std::max<int64_t>(InUse::read_resident() - now.allocated - now.free, 0);
+  }
+  Limit(const Limit&) = delete;
+  ~Limit() {  // all that was saved is gone
+    if (read_ && largest_ > 0) learned_->note(static_cast<double>(most_ - end_) / static_cast<double>(largest_));
+  }
+  // What the process has now: what the C library has given out, and the program itself.
+  int64_t has() const { return InUse::now().allocated + others_; }
+  // What the backward pass is going to take beyond that.
+  int64_t reserve() const {
+    const double beyond = learned_->beyond.load();
+    const double at_first = Learned::kAtFirst * static_cast<double>(largest_) + static_cast<double>(gradients_) +
+                            (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
+    return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * static_cast<double>(largest_));
+  }
+  bool is_near() const { return has() + reserve() > bytes_; }
+
+  // A parameter is going to have a gradient, which is not there yet.
+  void reads_parameter(const Tensor& t) {
+    if (!t.grad().defined() && parameters_.insert(t.unsafeGetTensorImpl()).second) gradients_ += static_cast<int64_t>(t.nbytes());
+  }
+  // The forward pass has saved a tensor of so many bytes.
+  void saved(Log& log, int64_t nbytes) {
+    largest_ = std::max(largest_, nbytes), since_ += nbytes, all_ += nbytes;
+    if (since_ * kLooks < bytes_) return;
+    since_ = 0;
+    drop(log);
+  }
+  void drop(Log& log) {
+    const Policy before = log.policy;
+    while (is_near() && drop_one(log)) {}
+    log.policy = before;
+    if (InUse::read_resident() > bytes_) InUse::trim();
+  }
+  // The backward pass has begun to read a tensor.
+  void reads(int64_t nbytes) {
+    since_ += nbytes;
+    if (end_ < 0 || since_ * kLooks < bytes_) return;
+    since_ = 0, read_ = true, most_ = std::max(most_, InUse::now().allocated);
+  }
+  void forward_ends(Log& log) {
+    drop(log);
+    end_ = most_ = InUse::now().allocated, since_ = bytes_;
+    missed_ = is_near() ? has() + reserve() : 0;
+  }
+  int64_t missed() const { return missed_; }  // bytes that it takes at least, if that is more than the limit
+
+ private:
+  static constexpr int kLevels = 3;       // what is cheap to make again, products, anything
+  static constexpr int64_t kLooks = 256;  // for each limit of bytes saved
+  int64_t bytes_, gradients_ = 0, others_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
+  bool read_ = false;  // has a backward pass?
+  std::unordered_set<const void*> parameters_;
+  int level_ = 0;
+  size_t next_ = 0;  // of what the log lists
+  std::shared_ptr<Learned> learned_;
+
+  static Policy at_level(int level) {
+    Policy policy;
+    policy.products = level > 0, policy.everything = level > 1;
+    if (level > 1) policy.runs = policy.sums = policy.row = 1 << 10;  // `row()` bounds them
+    return policy;
+  }
+  bool drop_one(Log& log) {
+    for (; level_ < kLevels; ++level_, next_ = 0) {
+      log.policy = at_level(level_);
+      while (next_ < log.listed.size()) {
+        const int v = log.listed[next_];
+        Value& x = log.values[v];
+        if (!log.open.empty() && x.call == log.open.back()) return false;  // it is not made yet
+        ++next_;
+        if (x.state != Value::kHeld || x.saves == 0) continue;
+        if (level_ == kLevels - 1 && x.above + below(log, v) > row()) continue;
+        decide(log, v);
+        if (log.values[v].state == Value::kDropped) return lengthen(log, v), true;
+      }
+    }
+    level_ = kLevels - 1, next_ = log.listed.size();
+    return false;
+  }
+  // What is made again one from another is there at once. As with checkpoints, rows of about the root of all take the least.
+  int64_t row() const { return static_cast<int64_t>(std::max(3.0 * largest_, std::sqrt(static_cast<double>(largest_) * all_))); }
+  // Bytes of the values, made again, that this one is made of, with its own; those it would be made of count as they are.
+  int64_t below(Log& log, int v) {
+    std::vector<int> left{v};
+    int64_t bytes = 0;
+    ++log.stamp;
+    while (!left.empty() && bytes <= row()) {
+      const int one = left.back();
+      left.pop_back();
+      Value& x = log.values[one];
+      if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined()) || x.call < 0) continue;
+      bytes += x.storage_bytes;
+      for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
+    }
+    return bytes;
+  }
+  static void lengthen(Log& log, int v) {
+    std::vector<int> left{v};
+    while (!left.empty()) {
+      const int one = left.back();
+      left.pop_back();
+      const Value& x = log.values[one];
+      if (x.state != Value::kDropped) continue;
+      for_inputs(log, log.calls[x.call], [&](int in) {
+        const int64_t above = log.values[one].above + log.values[one].storage_bytes;
+        if (log.values[in].above >= above) return;
+        log.values[in].above = above;
+        left.push_back(in);
+      });
+    }
+  }
+};
+
+}  // namespace leannorm::recording

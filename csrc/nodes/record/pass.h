@@ -1,0 +1,170 @@
+// A pass of the log is opened and closed, and what it has saved is read; what Python calls of all this.
+#pragma once
+
+#include "hooks.h"
+
+namespace leannorm::recording {
+
+// What a pass holds when it closes, to be read also when a backward pass has freed it.
+struct Saved {
+  struct Tensor {
+    const Rule* by;  // none: nobody saw who made it
+    const char* code;  // as what it is held, where it is in fewer bytes
+    c10::SmallVector<int64_t, 5> sizes;
+    at::ScalarType dtype;
+    int64_t nbytes;
+    bool dropped, by_node;
+    Why why;
+  };
+  std::vector<Tensor> tensors;  // those that nodes have saved, then those that others are made of
+  int64_t held = 0, dropped = 0;
+
+  // `instead`: bytes of what is held in its place.
+  void add(const Log& log, const Value& x, int64_t instead) {
+    if (x.code) {
+      instead = static_cast<int64_t>(x.held.nbytes());
+      const auto sizes = x.held.sizes();
+      tensors.push_back({nullptr, x.code->name(), {sizes.begin(), sizes.end()}, x.held.scalar_type(), instead, false, false, Why::kNone});
+      held += instead;
+      if (!x.listed) return;
+    }
+    const bool again = x.code || x.state == Value::kDropped;
+    const int64_t nbytes = x.storage_bytes - std::min(instead, x.storage_bytes);
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, x.why});
+    (again ? dropped : held) += nbytes;
+  }
+  py::list rows() const {
+    py::list rows;
+    for (const Tensor& t : tensors)
+      rows.append(py::make_tuple(t.code != nullptr ? std::string(t.code) : t.by == nullptr ? std::string() : t.by->name,
+                                 py::cast(std::vector<int64_t>(t.sizes.begin(), t.sizes.end())), dtype_of(t.dtype), t.nbytes, t.dropped,
+                                 static_cast<int>(t.why), t.by_node));
+    return rows;
+  }
+};
+
+// A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
+// each write is seen by all.
+struct Pass {
+  static inline thread_local size_t last_values = 0, last_calls = 0;
+
+  std::shared_ptr<Log> log = current;
+  size_t first = 0;  // of what the log lists: the first that this pass saved
+  size_t first_call = 0;
+  int64_t first_pack = 0;
+  Follower follower;
+  bool open = true;
+  std::shared_ptr<Asked> asked;
+
+  Pass(const Policy& policy, Asked of, py::object ask, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
+    if (!log || log->closed) {
+      log = std::make_shared<Log>();
+      log->first = asked, log->subclasses = subclasses, log->gathers = gathers;
+      log->values.reserve(last_values), log->calls.reserve(last_calls);  // as many as the last pass had
+      rules.forget_others();
+      at::RecordFunctionCallback callback(&begin, &end);
+      log->callback = at::addThreadLocalCallback(callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
+      current = log;
+    }
+    const Log::Lock lock(*log);
+    hand_over(*log);
+    log->asked.push_back(asked);
+    ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs;
+    if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
+    follower.policy = log->policy = policy, follower.ask = std::move(ask);
+    log->following.push_back(&follower);
+  }
+  Pass(const Pass&) = delete;
+  ~Pass() { close(); }
+  void close() {
+    if (!std::exchange(open, false)) return;
+    hand_over(*log);
+    const Log::Lock lock(*log);
+    log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
+    if (!log->limit) encode_freed(*log, /*all=*/true);
+    std::erase(log->following, &follower);
+    follower.forget_times(*log);
+    if (!log->following.empty()) log->policy = log->following.back()->policy;
+    if (--log->passes > 0) return;
+    if (log->limit) log->limit->forward_ends(*log);
+    at::removeCallback(log->callback);
+    log->waiting = {}, log->leaves.clear();
+    last_values = log->values.size(), last_calls = log->calls.size();
+    log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
+    if (current == log) current.reset();
+  }
+  bool packed() const { return log->packs > first_pack; }
+  size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
+  // What it has saved, and what of that is still there.
+  Saved saved() const {
+    const Log::Lock lock(*log);
+    std::unordered_map<int, int64_t> instead;  // bytes of what is held for a value that is dropped: these two are its own
+    const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (x.call >= 0 || x.copied); };
+    for (const Value& x : log->values)
+      if (is_held_for_others(x) && x.instead >= 0) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
+    Saved made;
+    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i) {
+      const auto others = instead.find(log->listed[i]);
+      if (const Value& x = log->values[log->listed[i]]; x.refs > 0) made.add(*log, x, others == instead.end() ? 0 : others->second);
+    }
+    for (const Value& x : log->values)
+      if (is_held_for_others(x)) made.add(*log, x, 0);
+    return made;
+  }
+};
+
+inline void add_record(py::module_ module) {
+  add_plans(module);
+  saved_type.tp_dealloc = &forget_saved, saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
+  for (auto* def = hooks; def->ml_name != nullptr; ++def)
+    module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>()).def_property_readonly("beyond", [](const Learned& l) { return l.beyond.load(); });
+  module.def("bytes_in_use", [] {
+    const InUse now = InUse::now();
+    return py::make_tuple(now.allocated, now.free, InUse::read_resident());
+  });
+  py::class_<Saved>(module, "RecordedTensors")
+      .def_readonly("held", &Saved::held)
+      .def_readonly("dropped", &Saved::dropped)
+      .def("__len__", [](const Saved& s) { return s.tensors.size(); })
+      .def("rows", &Saved::rows);
+  py::class_<Pass>(module, "RecordedPass")
+      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask, py::object layer,
+                       py::object hold, py::object owns, bool subclasses, bool gathers) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row},
+                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns)}, std::move(ask), subclasses, gathers);
+           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"),
+           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("subclasses"), py::arg("gathers"))
+      .def("close", &Pass::close)
+      .def("saved", &Pass::saved)
+      .def("packed", &Pass::packed)
+      .def("seen", &Pass::seen)
+      .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
+        p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
+      })
+      .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
+      .def("places", [](const Pass& p) { return p.follower.place + 1; })
+      .def("timeline", [](const Pass& p) {
+        const Log::Lock lock(*p.log);
+        return timeline_of(*p.log, p.follower, p.first_call);
+      })
+      .def("calls", [](const Pass& p) {
+        std::vector<std::string> names;
+        for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
+        return names;
+      });
+  module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, const std::string& instead,
+                                const std::vector<std::pair<int, int>>& sources) {
+    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, instead};
+    for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
+    table()[name] = std::move(row);
+  });
+  module.def("set_recorded", [](py::object flags, py::object others, py::object in_rows, py::object unbuilt, py::object local, py::object spec,
+                                py::object shared, py::object compare) {
+    python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
+  });
+  module.def("forget_trials", [] { trust().forget(); });
+}
+
+}  // namespace leannorm::recording

@@ -1,0 +1,251 @@
+// A pass that follows a plan, and the timeline of one that a plan is made of.
+#pragma once
+
+#include "walk.h"
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace leannorm::recording {
+
+inline Tensor base_of(const Tensor& t) {
+  if (t.is_view()) return Tensor(t._base());
+  return t;
+}
+
+// ---------------------------------------------------------------- the plan
+
+inline Policy by_plan(Policy policy) {
+  policy.sums = policy.row = 1 << 20, policy.runs = 2048, policy.by_plan = true;
+  return policy;
+}
+
+// What a plan says of the tensors that a pass saves, in order: the sign of each, is it dropped, and why it is kept.
+struct Places {
+  struct Place {
+    uint64_t sign;
+    bool drops;
+    Why why;
+  };
+  std::vector<Place> list;
+};
+
+inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype, int64_t number) {
+  uint64_t h = std::hash<std::string>()(kind) + static_cast<uint64_t>(dtype);
+  const auto mix = [&h](int64_t v) { h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
+  mix(number), mix(static_cast<int64_t>(sizes.size()));
+  for (size_t i = 0; i < sizes.size(); ++i) mix(sizes[i]), mix(strides[i]);
+  return h;
+}
+
+// One pass's way along a plan. Where it is not as planned, or there is no plan, Python says what to do:
+// ask(place, (kind, sizes, strides, dtype, number)) -> (is it dropped, the plan from here on, why it is kept).
+struct Follower {
+  Policy policy;
+  std::shared_ptr<Places> plan;
+  py::object ask;  // None: nothing is planned
+  int place = -1;   // the last one
+  size_t first = 0;  // of what the log lists
+  std::shared_ptr<Times> times;  // where a plan may be made of the pass
+  Why why = Why::kNone;
+
+  // The log notes times as long as an open pass wants them.
+  void forget_times(Log& log) {
+    times.reset(), log.times.reset();
+    for (const Follower* const one : log.following)
+      if (one->times) log.times = one->times;
+  }
+  // Is there a choice? As in `decide`.
+  bool has_place(const Log& log, const Value& x, const Tensor& t) const {
+    return !ask.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
+  }
+  // May this value be dropped? `t`: as it is saved now.
+  bool drops(Log& log, const Value& x, const Tensor& t) {
+    static const std::string unknown;
+    const auto at = static_cast<size_t>(++place);
+    const int64_t number = x.number - static_cast<int64_t>(first);
+    const std::string& kind = x.call < 0 ? unknown : log.calls[x.call].rule->name;
+    if (plan && at < plan->list.size()) {
+      const Places::Place& planned = plan->list[at];
+      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return why = planned.why, planned.drops;
+    }
+    const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
+    const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
+    const py::tuple said = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
+    plan = said[1].is_none() ? nullptr : said[1].cast<std::shared_ptr<Places>>();
+    why = static_cast<Why>(said[2].cast<int>());
+    log.policy = plan ? by_plan(policy) : policy;
+    if (at == 0 && plan) forget_times(log);
+    return said[0].cast<bool>();
+  }
+};
+
+// A value that is saved, and that the plan keeps: it is what others are made of from now on.
+inline void keep(Log& log, int v, const Tensor& t, Why why) {
+  Value& x = log.values[v];
+  x.why = why;
+  if (x.state != Value::kDropped) return;
+  x.held = alias_of(t), x.state = Value::kHeld;
+  x.sample = Sample::of(x.held);
+  for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
+}
+
+// ---------------------------------------------------------------- the timeline
+
+// What only a pass of which a plan is made notes beside the log.
+struct Times {
+  enum : uint8_t { kWants = 1, kHasGradient = 2 };  // of a value: a gradient comes; it is added to one that is there
+  struct Save {
+    const Follower* by;
+    int place, value, call;
+  };
+  std::vector<Save> saves;
+  std::vector<uint8_t> of_value;
+  std::vector<uint64_t> wants;  // by call: a bit for each tensor that it reads and that wants a gradient
+  std::vector<int> died;        // by memory: the first call that began when it was gone
+  std::vector<int> living;
+  size_t known = 0;  // memories
+
+  void clear() { *this = Times(); }
+  void saw(int v, const Tensor& t) {
+    if (!t.requires_grad()) return;
+    if (of_value.size() <= static_cast<size_t>(v)) of_value.resize(v + 1);
+    of_value[v] |= kWants;
+    const Tensor base = base_of(t);
+    if (base.is_leaf() && base.grad().defined()) of_value[v] |= kHasGradient;
+  }
+  void read(int call, size_t at, int v, const Tensor& t) {
+    saw(v, t);
+    if (wants.size() <= static_cast<size_t>(call)) wants.resize(call + 1);
+    if (t.requires_grad() && at < 64) wants[call] |= uint64_t(1) << at;
+  }
+  void saved(const Log& log, bool placed, int v, const Tensor& t) {
+    saw(v, t);
+    const Follower* const by = log.following.back();
+    saves.push_back({by, placed ? by->place : -1, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
+  }
+  // Whose memory is gone when this call begins?
+  void look(const Log& log, int call) {
+    for (; known < log.memories.size(); ++known) living.push_back(static_cast<int>(known)), died.push_back(-1);
+    std::erase_if(living, [&](int memory) {
+      const bool gone = log.memories[memory].storage.expired();
+      if (gone) died[memory] = call;
+      return gone;
+    });
+  }
+};
+
+// Operations of one call.
+inline int64_t operations(const Log& log, const Call& call) {
+  if (call.outs.empty() || call.by_result) return 0;
+  const int64_t out = log.values[call.outs[0]].made.numel();
+  const auto sizes = [&](int at) -> c10::IntArrayRef {
+    for (const Read& one : call.reads)
+      if (one.at == at) return log.geometry_of(one).sizes;
+    return {};
+  };
+  switch (call.rule->formula) {
+    case Formula::kConvolution: {
+      const auto weight = sizes(1);
+      const bool transposed = call.args.size() > 6 && call.args[6].isBool() && call.args[6].toBool();
+      return weight.size() < 2 ? 0 : 2 * product_of(weight.slice(1)) * (transposed ? product_of(sizes(0)) : out);
+    }
+    case Formula::kMatrix: {
+      const auto a = sizes(call.args.size() > 3 ? 1 : 0);
+      return a.empty() ? 0 : 2 * out * a.back();
+    }
+    case Formula::kAttention: {
+      const auto q = sizes(0), k = sizes(1);
+      return k.size() < 2 ? 0 : 4 * product_of(q) * k[k.size() - 2];
+    }
+    default: return 0;
+  }
+}
+inline int64_t groups_of(const Call& call) {
+  if (call.rule->formula != Formula::kConvolution) return 0;
+  return call.args.size() > 8 && call.args[8].isInt() ? call.args[8].toInt() : 1;
+}
+
+// Which values are made again, or could be: a plan may also drop what was held only since too much in a row leads to it,
+// as it holds others. `taken`: what that would hold though nobody saves it.
+inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
+  std::vector<bool> makes(log.values.size());
+  for (size_t i = 0; i < makes.size(); ++i) {
+    const auto v = static_cast<int>(i);
+    Value& x = log.values[v];
+    makes[i] = x.state == Value::kDropped;
+    if (x.state != Value::kHeld || x.call < 0 || x.copied) continue;
+    if (x.saves > 0 && x.why != Why::kTooDeep && x.why != Why::kNotAtHand) continue;
+    const Tensor was = std::exchange(x.held, {});
+    Walk walk(log, v, 0, x.saves > 0 ? x.number : std::numeric_limits<int>::max());
+    const bool can = walk.able(v);
+    x.held = was;
+    for (const int one : walk.taken) taken[one] = taken[one] || can;
+    std::vector<int> left{v};
+    while (can && !left.empty()) {
+      const int one = left.back();
+      left.pop_back();
+      if (makes[one] || taken[one] || (one != v && log.values[one].held.defined())) continue;
+      makes[one] = true;
+      for_inputs(log, log.calls[log.values[one].call], [&](int in) { left.push_back(in); });
+    }
+  }
+  return makes;
+}
+
+// The calls from `first` on, all values, and what was saved, as recorded_plan.py reads it.
+inline py::tuple timeline_of(Log& log, const Follower& of, size_t first) {
+  const Times& times = *of.times;
+  const auto start = static_cast<int>(std::min(first, log.calls.size()));
+  const auto bytes = [](const Geometry& g) { return g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)); };
+  py::list calls, values, saves;
+  const Policy before = std::exchange(log.policy, by_plan(log.policy));
+  std::vector<bool> taken(log.values.size());
+  const std::vector<bool> makes = makes_of(log, taken);
+  log.policy = before;
+  for (size_t i = start; i < log.calls.size(); ++i) {
+    const Call& call = log.calls[i];
+    py::list reads;
+    const uint64_t wants = i < times.wants.size() ? times.wants[i] : 0;
+    for (size_t r = 0; r < call.reads.size(); ++r)
+      reads.append(py::make_tuple(call.reads[r].value, bytes(log.geometry_of(call.reads[r])), r < 64 && (wants >> r & 1), call.reads[r].at));
+    const bool known = call.rule != nullptr;
+    calls.append(py::make_tuple(known ? call.rule->name : "", known ? operations(log, call) : 0, known ? groups_of(call) : 0, call.grad_mode,
+                                reads, std::vector<int>(call.outs.begin(), call.outs.end())));
+  }
+  for (size_t v = 0; v < log.values.size(); ++v) {
+    const Value& x = log.values[v];
+    std::vector<int> inputs;
+    if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
+    const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `need`
+    const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
+    values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes(x.made),
+                                 static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
+                                 v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
+                                 static_cast<int>(x.why), inputs));
+  }
+  for (const Times::Save& one : times.saves)
+    if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
+  std::vector<int> died;
+  for (const int at : times.died) died.push_back(at < 0 ? -1 : std::max(at - start, 0));
+  return py::make_tuple(calls, values, saves, died);
+}
+
+inline void add_plans(py::module_ module) {
+  py::class_<Places, std::shared_ptr<Places>>(module, "Places")
+      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<int>& whys) {
+        auto made = std::make_shared<Places>();
+        size_t i = 0;
+        for (const auto one : calls) {
+          const py::tuple call = py::reinterpret_borrow<py::tuple>(one);
+          const auto dtype = reinterpret_cast<THPDtype*>(call[3].ptr())->scalar_type;
+          const auto sizes = call[1].cast<std::vector<int64_t>>(), strides = call[2].cast<std::vector<int64_t>>();
+          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), static_cast<Why>(whys.at(i))});
+          ++i;
+        }
+        return made;
+      }));
+}
+
+}  // namespace leannorm::recording

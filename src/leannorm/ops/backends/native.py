@@ -1,0 +1,112 @@
+"""Torch's own norms as verbs on the CPU, where they are as exact as the reference: else None.
+
+Torch rounds a mean to float32, and squares in float32 what is in half precision: so a mean of many standard
+deviations, and values whose squares overflow or vanish, are for other code. Of a group norm torch gives 1 /
+sqrt(var + eps) alone, from which a variance near eps cannot be read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from leannorm._types import KeptByChannelNorm
+from leannorm.ops.layout import memory_format
+from leannorm.ops.modes import recorded, traced, transformed
+from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
+
+_ATEN = torch.ops.aten
+_NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
+_USUAL = 1e-10, 1e10  # of rstd: its square is far from what float32 cannot hold
+_OF_EPS = 16.0  # times eps: a variance of more is read from 1 / sqrt(var + eps) to some 1e-7
+_FEW = 8  # channels of a group: of fewer torch's backward pass is several times slower in channels_last
+
+
+def usual(mean: Tensor, rstd: Tensor) -> bool:
+    """May the statistics be squared, and are they finite?"""
+    if not rstd.numel():
+        return False
+    low, high = torch.aminmax(rstd)
+    return bool(low > _USUAL[0]) and bool(high < _USUAL[1]) and bool(mean.sum().isfinite())
+
+
+def far(mean: Tensor, rstd: Tensor) -> bool:
+    return not bool((mean * rstd).abs().max() <= _NEAR)
+
+
+def near(mean: Tensor, rstd: Tensor) -> bool:
+    """Are the statistics usual, and no mean far from 0?"""
+    return usual(mean, rstd) and not far(mean, rstd)
+
+
+def dense(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=memory_format(x))
+
+
+def serves(x: Tensor, *others: Tensor | None) -> bool:
+    """Are these plain tensors, of which nobody records what is computed?"""
+    if traced() or transformed(x, *others) or recorded(x, *others):
+        return False
+    return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
+
+
+def adds_in_a_row(x: Tensor) -> bool:
+    """Does torch add up a channel one value after the other? It does in channels_last."""
+    return x.dtype == compute_dtype(x) and memory_format(x) != torch.contiguous_format
+
+
+def batch_moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and variance of every channel; None where torch's lose digits."""
+    if not dense(x) or adds_in_a_row(x):
+        return None
+    unused = torch.zeros(x.shape[1], dtype=compute_dtype(x))  # half precision asks for float32 by them
+    mean, var = _ATEN.batch_norm_update_stats(x, unused, unused.clone(), 1.0)
+    if not bool(torch.addcmul(var, mean, mean, value=-1 / _NEAR**2).min() >= 0):
+        return None
+    low, high = torch.aminmax(var)
+    if not bool(high < _USUAL[0] ** -2):
+        return None
+    if bool(low <= _USUAL[1] ** -2):
+        few = var <= _USUAL[1] ** -2
+        if bool(var[few].any()) or bool(x[:, few].any()):
+            return None  # but channels of zeros alone
+    return mean, var
+
+
+def group_moments(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Mean, M2 and rstd of every group of every sample; None where torch's lose digits."""
+    if not dense(x):
+        return None
+    dtype, wide, (samples, channels) = compute_dtype(x), statistics_dtype(x), x.shape[:2]
+    one, count = torch.ones(channels, dtype=dtype), x.numel() // (samples * channels)
+    _, mean, rstd = torch.native_group_norm(x, one, one, samples, channels, count, groups, eps)
+    if not near(mean, rstd):
+        return None
+    mean, rstd = mean.to(wide), rstd.to(wide)
+    var = rstd.pow(-2) - eps
+    if not bool(var.min() > _OF_EPS * eps):
+        return None
+    return mean, var * (count * channels // groups), rstd
+
+
+def channel_backward(dz: Tensor, kept: KeptByChannelNorm, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias of batch and group norm, from usual statistics that are not far from 0."""
+    x, weight = kept.x, kept.weight
+    dtype = compute_dtype(x)
+    mean, rstd = kept.mean.to(dtype), kept.rstd.to(dtype)
+    gamma = torch.ones(x.shape[1], dtype=dtype) if weight is None else weight.to(dtype)
+    wanted = [True, True, True]
+    if not groups:
+        given_by_batch = None, None, mean, rstd, True, 0.0
+        made = _ATEN.native_batch_norm_backward(dz, x, gamma, *given_by_batch, wanted)
+    else:
+        layout, (samples, channels) = memory_format(x), x.shape[:2]
+        few = layout != torch.contiguous_format and channels < _FEW * groups
+        dz, x = (dz.contiguous(), x.contiguous()) if few else (dz, x)
+        size = samples, channels, x.numel() // (samples * channels), groups
+        made = _ATEN.native_group_norm_backward(dz, x, mean, rstd, gamma, *size, wanted)
+        made = (made[0].contiguous(memory_format=layout), *made[1:])
+    dx, dweight, dbias = made
+    wide = gradient_dtype(x, weight)
+    return dx, dweight.to(wide), dbias.to(wide)

@@ -1,0 +1,72 @@
+"""A recorded pass with a goal: which plan it follows, and from its log the plan of the next ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from leannorm.autograd.nodes import NODES
+from leannorm.saving.plan import Call, Pass
+from leannorm.saving.plans import Following
+from leannorm.saving.rates import rates_for
+from leannorm.saving.recorded_timeline import Timeline
+
+
+class Way:
+    """One pass's way along a plan. C++ follows it by position, and asks where the pass is not as planned.
+
+    `whys`: the sentences for `Why` in log.h.
+    """
+
+    def __init__(self, following: Following, whys: tuple[str, ...]) -> None:
+        self.following, self._whys = following, whys
+        self._calls: list[Call] = []
+        self.failed: Exception | None = None
+
+    def ask(self, place: int, call: Call) -> tuple[bool, Any, int]:
+        """May the tensor at this place be dropped, what is followed from here on, and why it is held."""
+        following = self.following
+        try:
+            self._reach(place)
+            self._calls.append(call)
+            drops = following.rebuilds(self._calls)
+            return drops, self._followed(), self._whys.index(following.why(place))
+        except Exception as error:  # a plan is never worth an error in the forward pass
+            self.failed = error
+            return True, None, 0
+
+    def calls(self, count: int) -> list[Call]:
+        """All that the pass saved, of `count` places."""
+        self._reach(count)
+        return self._calls
+
+    def _reach(self, place: int) -> None:
+        """What C++ has seen since it asked last was as planned."""
+        if len(self._calls) < place:
+            assert self.following.plan is not None
+            self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
+
+    def _followed(self) -> Any:
+        entry = self.following.entry
+        if entry is None:
+            return None
+        if entry.places is None:
+            plan = entry.plan
+            whys = [self._whys.index(self.following.why(place)) for place in range(len(plan.rebuild))]
+            entry.places = NODES.Places(plan.made_for.calls, list(plan.rebuild), whys)
+        return entry.places
+
+    def passed(self, told: tuple[Any, ...], count: int, said: Counter[str]) -> Pass:
+        """The pass that ends now, by its log, for a plan."""
+        rates, why = rates_for(self.following.goal, torch.device("cpu"))
+        if why is not None:
+            said[why] = 1
+        timeline = Timeline(told, rates)
+        lines, places = timeline.lines()
+        kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
+        whys = {place: self._whys[value.why] for place, value in kept if value.why and not value.makes}
+        return Pass(
+            tuple(self.calls(count)), lines, places, hooks=rates.hold * len(timeline.saves), whys=whys
+        )

@@ -1,0 +1,287 @@
+"""The log of a pass as the step that the planner reads: when everything is made, read and freed.
+
+Each call is a moment of the forward pass and, mirrored, one of the backward pass. Memory is alive from the
+call that made it until the log saw that it was gone; a gradient from the last reader of a value, which is the
+first in the backward pass, until the call that made the value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from leannorm.planning.lines import Lines
+from leannorm.planning.timeline import Moment, Step
+from leannorm.planning.timeline import Value as Planned
+from leannorm.saving.operators import OPERATORS
+from leannorm.saving.rates import Rates
+
+_SAME_GRADIENT = {"aten::add", "aten::add_", "aten::clone", "aten::cat", "aten::copy_"}
+"""The gradient that comes in goes out, to arguments of its size; from a concatenation in parts."""
+_NO_GRADIENT = {"aten::sum"}  # that takes memory: one number, expanded
+_WORKING = {"aten::pow": 2, "aten::native_batch_norm": 1}
+"""What the backward pass of a call allocates beside gradients, in times its result's bytes."""
+_PASSES = 2.5  # over a call's arguments and results in a step: one forward, the others backward
+_WANTS, _HAS_GRADIENT = 1, 2  # as in plan.h
+
+
+class Read(NamedTuple):
+    """A call's tensor: its bytes as they are read, does it want a gradient, which argument is it."""
+
+    value: int
+    nbytes: int
+    wants: bool
+    at: int
+
+
+class Call(NamedTuple):
+    """One call of an operator. `operations`, `groups`: of a product or a convolution."""
+
+    name: str
+    operations: int
+    groups: int
+    grad_mode: bool
+    reads: list[Read]
+    outs: list[int]
+
+
+class Value(NamedTuple):
+    """One version of a memory. `storage`: the bytes of that. `gradient`: bits of plan.h. `needed`: does the
+    backward pass read it, or make others of it? `makes`: is it made again, or could it be if others were
+    held? `held`: in this pass it is not. `counts`: among the bytes that are held, or rebuilt."""
+
+    memory: int
+    call: int
+    storage: int
+    nbytes: int
+    itemsize: int
+    is_floating: bool
+    gradient: int
+    needed: bool
+    makes: bool
+    held: bool
+    counts: bool
+    copied: bool
+    why: int
+    inputs: list[int]
+
+
+class Timeline:
+    """One pass, and its backward pass."""
+
+    def __init__(self, told: tuple[Any, ...], rates: Rates) -> None:
+        calls, values, self.saves, self._died = told
+        self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
+        self.values, self.rates = [Value(*value) for value in values], rates
+        self.forward = max(len(self.calls), 1)
+        self.born: dict[int, int] = {}  # by memory: the call that made it; -1: it was there before
+        self.size: dict[int, int] = defaultdict(int)
+        for value in self.values:
+            self.born.setdefault(value.memory, value.call)
+            self.size[value.memory] = max(self.size[value.memory], value.storage)
+        self.read_last, self.read_first = dict[int, int](), dict[int, int]()
+        for number, call in enumerate(self.calls):
+            for read in call.reads:
+                self.read_last[read.value] = number
+                self.read_first.setdefault(read.value, number)
+
+    def mirrored(self, call: int) -> int:
+        """The moment of a call's backward pass; of what was there before, the last one."""
+        return 2 * self.forward - 1 - max(call, 0)
+
+    @cached_property
+    def until(self) -> dict[int, int]:
+        """By memory the last moment of the forward pass at which the program has it."""
+        held = {value.memory for value in self.values if value.needed and value.held}
+        until = dict[int, int]()
+        for i, value in enumerate(self.values):
+            last = max(self.read_last.get(i, 0), value.call)
+            until[value.memory] = max(until.get(value.memory, 0), last)
+        for memory, last in until.items():
+            died = self._died[memory] if memory < len(self._died) else -1
+            if memory not in held:  # else the pass has kept it longer than the program
+                until[memory] = max(last, died - 1 if died >= 0 else self.forward - 1)
+        return until
+
+    @cached_property
+    def wanted(self) -> set[int]:
+        """The values that a gradient comes for. Within a function of a user's, autograd is off, and what its
+        calls have made on the way has one, too."""
+        wanted = {i for i, value in enumerate(self.values) if value.gradient & _WANTS}
+        for call in reversed(self.calls):
+            if not call.grad_mode and any(out in wanted for out in call.outs):
+                wanted |= {read.value for read in call.reads if self.values[read.value].is_floating}
+        return wanted
+
+    def differentiated(self, call: Call) -> list[Read]:
+        """What of the call's arguments gets a gradient from it."""
+        if not any(out in self.wanted for out in call.outs):
+            return []
+        return [r for r in call.reads if r.wants or (not call.grad_mode and r.value in self.wanted)]
+
+    # ------------------------------------------------------------ prices
+
+    def price_of(self, call: Call, inputs: list[int], by_result: bool) -> float:
+        """Seconds of a call that is made again."""
+        rate, out = self.rates, sum(self.values[i].nbytes for i in call.outs)
+        moved = out + sum(self.values[i].nbytes for i in inputs)
+        seconds = rate.call + moved / rate.memory
+        if call.operations and not by_result:
+            seconds += call.operations / rate.operations(self.values[call.outs[0]].itemsize, call.groups)
+        return seconds
+
+    @cached_property
+    def seconds(self) -> float:
+        """The price of the step without a plan."""
+        total, rate = 0.0, self.rates
+        for call in self.calls:
+            gets = self.differentiated(call)
+            if not gets:
+                continue
+            factors = [read for read in call.reads if read.nbytes and self.values[read.value].is_floating]
+            first = 1 if len(factors) == 3 and call.groups == 0 else 0  # behind what is added to a product
+            frozen = any(read not in gets for read in factors[first : first + 2])
+            item = self.values[call.outs[0]].itemsize
+            total += (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
+            moved = sum(read.nbytes for read in gets) + sum(self.values[i].nbytes for i in call.outs)
+            total += 2 * rate.call + _PASSES * moved / rate.memory
+        return total
+
+    # ------------------------------------------------------------ memory beside the values
+
+    @cached_property
+    def memory(self) -> list[int]:
+        """Bytes alive at each moment: what the forward pass reads, gradients, and what their making takes."""
+        change = [0] * (2 * self.forward + 1)
+        for size, first, last in [*self._outputs(), *_Gradients(self).spans()]:
+            change[first] += size
+            change[max(last, first) + 1] -= size
+        return list(accumulate(change[:-1]))
+
+    def _outputs(self) -> Iterator[tuple[int, int, int]]:
+        for memory, born in self.born.items():
+            if born >= 0:
+                yield self.size[memory], born, self.until[memory]
+
+    # ------------------------------------------------------------ the step
+
+    def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
+        """The lines of the step, and the places of the tensors behind each of its values."""
+        saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
+        for place, value, _ in self.saves:
+            places[value].update([place] if place >= 0 else ())
+        index, planned, behind, held = dict[int, int](), list[Planned](), list[tuple[int, ...]](), 0
+        runs: dict[int, int] = {}  # of calls several of whose results are made again
+        results: dict[int, int] = defaultdict(int)
+        for value in self.values:
+            results[value.call] += value.makes
+        for i in self._in_order():
+            value, own = self.values[i], tuple(sorted(places[i]))
+            first = self.until[value.memory] + 1 if self.born[value.memory] >= 0 else 0
+            if not value.makes:
+                before = self.born[value.memory] < 0 and not value.copied
+                held += value.storage if value.counts and before else 0
+                made = Planned(value.storage if value.counts and not before else 0, None)
+            else:
+                call, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
+                by_result = any(s in call.outs for s in value.inputs)
+                seconds = self.price_of(call, value.inputs, by_result)
+                if results[value.call] > 1 and not by_result:
+                    if value.call not in runs:
+                        runs[value.call] = len(planned)
+                        planned.append(Planned(None, seconds, made_of))
+                        behind.append(())
+                    seconds, made_of = 0.0, (runs[value.call],)
+                seconds += self.rates.rebuild * len(own)
+                nbytes = value.storage if i in saved else None
+                made = Planned(nbytes, seconds, made_of, again=value.nbytes)
+            index[i] = len(planned)
+            planned.append(made._replace(made=first, until=first - 1))
+            behind.append(own)
+        reads: dict[int, dict[int, None]] = defaultdict(dict)
+        for _, value, call in self.saves:
+            if value in index:
+                reads[self.mirrored(call)][index[value]] = None
+        backward = [Moment(tuple(reads.get(moment, ()))) for moment in range(self.forward, 2 * self.forward)]
+        stock = frozenset(range(len(planned)))
+        step = Step(planned, self.forward, backward, self.memory, stock, self.seconds, held)
+        return Lines(step), tuple(behind)
+
+    def _in_order(self) -> list[int]:
+        """All that the backward pass needs, each behind what it is made of."""
+        order = dict[int, None]()
+        left = [i for i, value in enumerate(self.values) if value.needed][::-1]
+        while left:
+            i = left[-1]
+            missing = [s for s in self.values[i].inputs if s not in order] if self.values[i].makes else []
+            if missing and i not in order:
+                left += missing
+                continue
+            left.pop()
+            order[i] = None
+        return list(order)
+
+
+class _Gradients:
+    """The gradients of a backward pass: bytes, and the moments from which and until which they are there."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.made: list[list[int]] = []
+        self.of: dict[int, list[int]] = {}  # what has come in for a value
+        self.later: dict[int, list[int]] = defaultdict(list)  # values that get theirs from parts, by moment
+
+    def spans(self) -> list[list[int]]:
+        timeline = self.timeline
+        for number in range(len(timeline.calls) - 1, -1, -1):
+            self._run(timeline.calls[number], timeline.mirrored(number))
+            for value in self.later.pop(timeline.mirrored(number), ()):
+                self._give(value, timeline.values[value].nbytes, None, timeline.mirrored(number))
+        return self.made
+
+    def _new(self, size: int, moment: int) -> list[int]:
+        self.made.append([size, moment, moment])
+        return self.made[-1]
+
+    def _run(self, call: Call, moment: int) -> None:
+        timeline, gets = self.timeline, self.timeline.differentiated(call)
+        if not gets:
+            return
+        coming = next((self.of[out] for out in call.outs if out in self.of), None)
+        size = max(timeline.values[out].nbytes for out in call.outs)
+        self._new(self._working(call, gets, size), moment)
+        for read in gets:
+            whole = timeline.values[read.value].nbytes
+            same = call.name in _SAME_GRADIENT and (read.nbytes == size or call.name == "aten::cat")
+            gradient = coming if same else None
+            if gradient is None:
+                gradient = self._new(0 if call.name in _NO_GRADIENT else read.nbytes, moment)
+            if read.nbytes == whole:
+                self._give(read.value, whole, gradient, moment)
+            elif read.nbytes > whole:
+                self._give(read.value, whole, None, moment)
+            else:  # a part, which is there until all of them are
+                at = timeline.mirrored(timeline.read_first[read.value])
+                gradient[2] = max(gradient[2], at)
+                self.later[at] += [] if read.value in self.later[at] else [read.value]
+
+    def _working(self, call: Call, gets: list[Read], size: int) -> int:
+        row = OPERATORS.get(call.name)
+        if row is not None and row.formula == "convolution":
+            # on a CPU the gradients' kernels bring all that they read into a layout of their own
+            x, weight = (sum(read.nbytes for read in gets if read.at == at) for at in (0, 1))
+            return 0 if call.groups > 1 else max(weight, x + size)
+        return _WORKING.get(call.name, 0) * size
+
+    def _give(self, value: int, size: int, gradient: list[int] | None, moment: int) -> None:
+        """A weight's gradient stays, unless it is added to one; any other until its call runs."""
+        timeline, of = self.timeline, self.timeline.values[value]
+        if value in self.of or (of.call < 0 and of.gradient & _HAS_GRADIENT):
+            return
+        if gradient is None:
+            gradient = self._new(size, moment)
+        self.of[value] = gradient
+        gradient[2] = max(gradient[2], timeline.mirrored(of.call))

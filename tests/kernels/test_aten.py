@@ -1,0 +1,83 @@
+"""Without kernels a layer calls torch's own norm, once in each direction, and little else."""
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from leannorm import nn, use_backend
+
+SHAPE = 8, 32, 20, 20
+LAYERS = {
+    "batch": (lambda: nn.BatchNorm2d(32), {"batch_norm_update_stats", "native_batch_norm"}, "batch"),
+    "batch, evaluated": (lambda: nn.BatchNorm2d(32).eval(), {"native_batch_norm"}, "batch"),
+    "relu": (lambda: nn.BatchNormAct2d(32, act="relu"), {"native_batch_norm"}, "batch"),
+    "group": (lambda: nn.GroupNorm(4, 32), {"native_group_norm"}, "group"),
+    "one group": (lambda: nn.GroupNorm(1, 32), {"native_group_norm"}, "group"),
+    "instance": (lambda: nn.InstanceNorm2d(32, affine=True), {"native_group_norm"}, "group"),
+    "layer": (lambda: nn.LayerNorm(SHAPE[1:]), {"native_layer_norm"}, "layer"),
+}
+
+
+def called(function):
+    """The operators that run on a tensor of this size or a larger one, but for those that only allocate."""
+    with profile(record_shapes=True) as profiled:
+        function()
+    large = torch.Size(SHAPE).numel()
+    found = []
+    for event in profiled.key_averages(group_by_input_shape=True):
+        sizes = [torch.Size(shape).numel() for shape in event.input_shapes if shape]
+        if max(sizes, default=0) >= large and event.key.startswith("aten::"):
+            found += [event.key.removeprefix("aten::")] * event.count
+    return [name for name in found if not name.startswith(("empty", "detach", "view", "contiguous", "clone"))]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_calls_torch_s_own_norm(name, dtype, layout):
+    make, forward, backward = LAYERS[name]
+    if name == "layer" and (layout is torch.channels_last or dtype is torch.bfloat16):
+        pytest.skip("rows are lines of memory; in half precision torch's sums lose digits")
+    layer = make().to(dtype)
+    x = torch.randn(SHAPE).to(dtype).contiguous(memory_format=layout).requires_grad_()
+    dy = torch.randn_like(x)
+    with use_backend("aten"):
+        found = []
+        ran = called(lambda: found.append(layer(x)))
+        in_a_row = layout is torch.channels_last and dtype is torch.float32  # torch's sums lose digits there
+        if in_a_row and backward == "batch":
+            forward = {"native_batch_norm"}
+        assert forward <= {*ran}, ran
+        if layout is torch.contiguous_format:
+            assert len(ran) <= len(forward) + (8 if backward == "group" else 4), ran
+        ran = called(lambda: found[0].backward(dy))
+        if not name.endswith("evaluated"):
+            assert f"native_{backward}_norm_backward" in ran
+            assert in_a_row or len(ran) <= 8, ran
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "values",
+    [(1.0, 0.0), (1.0, 1e4), (1e-12, 0.0), (1e25, 0.0), (0.0, 0.0), (0.0, 3.0), (1e-3, 1e-4)],
+    ids=str,
+)
+def test_what_torch_computes_inexactly_is_computed_otherwise(name, values, dtype):
+    """Values whose squares vanish or overflow, constants, and a mean of many standard deviations."""
+    make, *_ = LAYERS[name]
+    std, mean = values
+    x = (torch.randn(SHAPE, dtype=torch.float64) * std + mean).to(dtype)
+    layer, dy, found = make(), torch.randn(SHAPE).to(dtype), {}
+    for backend in ("reference", "aten"):
+        with use_backend(backend):
+            for parameter in layer.parameters():
+                parameter.grad = None
+            given = x.clone().requires_grad_()
+            y = layer(given)
+            y.backward(dy)
+        found[backend] = [y.detach(), given.grad, *(p.grad for p in layer.parameters())]
+    roundings = 64 * torch.finfo(torch.float32 if dtype is torch.float64 else dtype).eps
+    for ours, theirs in zip(found["aten"], found["reference"], strict=True):
+        worst = theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=roundings, atol=roundings * worst)
