@@ -25,6 +25,7 @@ def lean_callback(
     budget: float | None = None,
     overhead: float | None = None,
     peak: float | int | str | None = None,
+    limit: int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
     head: bool = False,
@@ -40,7 +41,7 @@ def lean_callback(
     """
     base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
-    settings |= {"held": held, "verify": verify, "head": head}
+    settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
     lean(**settings)  # raises where there are no such settings
 
     class LeanCallback(base):  # type: ignore[misc]

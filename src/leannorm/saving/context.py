@@ -118,16 +118,17 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         budget: float | None = None,
         overhead: float | None = None,
         peak: float | int | str | None = None,
+        limit: int | str | None = None,
         held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
         head: bool = False,
     ) -> None:
         if callable(recompute):
             raise _not_a_setting(recompute)
-        asked = goal(recompute, budget, overhead, peak)
+        asked = goal(recompute, budget, overhead, peak, limit)
         planned = asked.worth is None
         policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
-        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak}
+        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
         self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
         self._settings = Settings(
             policy, asked if planned else None, None if held is None else hooks_of(held), verify, bool(head)

@@ -15,7 +15,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
-from leannorm.saving import memo, packing, reasons, small
+from leannorm.saving import limit, memo, packing, reasons, small
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -66,7 +66,9 @@ class ForwardPass:
         elif settings.may_be_dear:
             self._place = line, settings.goal
         self._stack = ExitStack()
-        self._following = None if settings.goal is None else Following(settings.goal)
+        self._limit: limit.Limit | None = None
+        planned = settings.goal is not None and settings.goal.limit is None
+        self._following = Following(settings.goal) if planned and settings.goal is not None else None
         self._packing: Packing | None = None
         self._recorded: RecordedPass | None = None
         self._unpack = unpack
@@ -83,6 +85,8 @@ class ForwardPass:
         self.refused = _refusal()
         if self.refused is not None:
             return
+        if self._limit_asked is not None and serves():
+            self._limit = limit.begin(self._limit_asked, self._line)
         most = None if self._place is None else was_small(self._place)
         if most is None and not torch.is_grad_enabled():
             most = -1  # the search begins with the first tensor that is saved, if any is
@@ -107,7 +111,7 @@ class ForwardPass:
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
         if self._unpack is not unpack:
-            self._recorded = RecordedPass(policy, self._following, hooks, layers)
+            self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
             return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
@@ -150,6 +154,10 @@ class ForwardPass:
             self._small.forget()
 
     @property
+    def _limit_asked(self) -> int | str | None:
+        return None if self._settings.goal is None else self._settings.goal.limit
+
+    @property
     def _looking(self) -> Packing | RecordedPass | None:
         """Who looks at what is saved."""
         return self._packing or self._recorded
@@ -182,10 +190,12 @@ class ForwardPass:
         return following.plan
 
     def _missed(self, plan: RebuildPlan | None) -> str | None:
-        """That the budget or the peak is out of reach, if it is."""
+        """That the budget, the peak or the limit is out of reach, if it is."""
         goal = self._settings.goal
         if goal is None or self._freed_within:
             return None
+        if goal.limit is not None:
+            return reasons.of_limit(self._limit, 0 if self._recorded is None else self._recorded.missed)
         if plan is not None:
             return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
         kept, stock = self.ledger.kept(), self.ledger.all_bytes()

@@ -156,6 +156,7 @@ def make_lean(
     budget: float | None = None,
     overhead: float | None = None,
     peak: float | int | str | None = None,
+    limit: int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
     head: bool = False,
@@ -186,7 +187,7 @@ def make_lean(
     torch.float32
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
-    settings |= {"held": held, "verify": verify, "head": head}
+    settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
     _checks.module(model, "make_lean")
     lean(**settings)  # raises where there are no such settings
     unmake_lean(model)

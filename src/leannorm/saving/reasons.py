@@ -17,6 +17,7 @@ from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
 
 if TYPE_CHECKING:
+    from leannorm.saving.limit import Limit
     from leannorm.saving.plan import RebuildPlan
 
 COMPILED = (
@@ -68,6 +69,10 @@ SMALL = (
 DEAR = (
     "what this pass saves is kept as it is: looking at it would take more time than the overhead that was"
     " asked for, as in the pass before it; ask for more, or for a budget or a peak"
+)
+LIMIT_UNSEEN = (
+    "limit= was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
+    " what a process has; as little was kept as can be rebuilt; ask for a peak instead, as peak=0.8"
 )
 SUBCLASSES = (
     "tensors of a subclass were saved (such as jagged tensors): they are kept, as lean() rebuilds plain"
@@ -220,6 +225,25 @@ def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
         f" {plan.overhead:.0%} more time; if memory runs out, ask for the peak instead, as peak=0.8 or"
         ' peak="8GiB"'
     )
+
+
+def of_limit(limit: Limit | None, least: int) -> str | None:
+    """That a limit is not kept to, if it is so. `least`: the bytes that the process takes at least, or 0."""
+    if limit is None:
+        return LIMIT_UNSEEN
+    asked = f"limit={bytes_in_words(limit.nbytes)}"
+    if limit.is_passed:
+        return (
+            f"{asked} was passed before the pass began: the process had {bytes_in_words(limit.before)}; as"
+            " little was kept as can be, and the rest of the memory is not this pass's"
+        )
+    if least:
+        return (
+            f"{asked} is out of reach: with the backward pass, the process takes about"
+            f" {bytes_in_words(least)} at least, as the rest are weights, gradients, what a single operation"
+            " needs, and what cannot be computed again"
+        )
+    return None
 
 
 def missed(share: float, planned: float, another: bool) -> str:
