@@ -1,4 +1,4 @@
-"""The errors leannorm raises: each says the rule, the value received and the remedy."""
+"""The errors leannorm raises: each states the rule, the value received and the remedy."""
 
 
 class LeannormError(Exception):

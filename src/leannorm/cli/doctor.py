@@ -1,4 +1,4 @@
-"""`leannorm doctor MODEL`: what is wrong with a model's norms, and the line that mends it."""
+"""`leannorm doctor MODEL`: what is wrong with a model's norms, and the line that fixes it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def doctor(
     specs = specs_of(input) if input else []
 
     def looked(network: torch.nn.Module, batches: Any, meeting: Any = None) -> DoctorReport:
-        """Without batches where the model does not run on them: what is found then may be why."""
+        """Run without batches if the model does not run on them: what is found then may be why."""
         stopped: list[InputError] = []
 
         def forward(network: torch.nn.Module, batch: Any) -> Any:
@@ -87,7 +87,7 @@ def doctor(
         torch.manual_seed(0)
         random = made(specs, torch.float32) if specs else None
         network = model_named(model)
-        batches = made_by(data) if data else random  # when the model has joined its job
+        batches = made_by(data) if data else random  # once the model has joined its process group
         say("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
         report = looked(network, batches, meeting_of(None))

@@ -40,10 +40,11 @@ class CompileOptions(dict[str, Any]):
 
 @cache
 def _partitioner() -> type[Any]:
-    """The class of our partition functions: torch's compiler is imported when options are made."""
+    """Make the class of our partition functions, since torch's compiler is imported only when options are
+    made."""
 
     class LeanPartitioner(internals.partitioner_class()):  # type: ignore[misc]
-        """Asked by inductor for each joint graph."""
+        """Called by inductor for each joint graph."""
 
         def __init__(self, goal: Goal, planned: list[Planned]) -> None:
             self.goal, self.planned = goal, planned
@@ -54,7 +55,7 @@ def _partitioner() -> type[Any]:
             return modules
 
         def uuid(self) -> object:
-            """All that decides a plan: a part of the keys of torch's caches."""
+            """Everything that decides a plan: a part of the keys of torch's caches."""
             return _identity(self.goal)
 
         def __eq__(self, other: object) -> bool:
@@ -64,10 +65,10 @@ def _partitioner() -> type[Any]:
             return hash(self.goal)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            return self  # torch copies its whole configuration; the report goes on in one list
+            return self  # torch copies its whole configuration; all copies add to one report
 
         def __reduce__(self) -> Any:
-            return _again, (self.goal, self.uuid())  # torch's caches take these bytes into their keys too
+            return _again, (self.goal, self.uuid())  # torch's caches include these bytes in their keys
 
     return LeanPartitioner
 

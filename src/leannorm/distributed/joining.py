@@ -35,7 +35,7 @@ def join(model: nn.Module) -> Iterator[None]:
     ...         _ = layer(batch)
     """
     buffers: dict[str, list[Tensor]] = {}
-    devices: dict[str, torch.device] = {}  # where the layers' sums are
+    devices: dict[str, torch.device] = {}  # the device of the layers' sums
     for layer in model.modules():
         if isinstance(layer, SharesStatistics) and (name := sharing_group(layer.process_group)) is not None:
             buffers.setdefault(name, []).extend(layer.buffers())
@@ -55,7 +55,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     with gradients:
         yield
-        # in threads, as DDP's join runs meanwhile: other ranks reach its all_reduces only past these sums
+        # in threads, because DDP's join runs meanwhile: other ranks reach its all_reduces only past these
+        # sums
         threads = [threading.Thread(target=add_zeros, args=(group,)) for group in groups]
         for thread in threads:
             thread.start()

@@ -152,7 +152,8 @@ def batch_norm_act(
 
 
 class _Call(NamedTuple):
-    """A call of batch norm, but for its tensors; `by_batch`: by the statistics of the batch?"""
+    """The arguments of batch norm that are not tensors; `by_batch`: whether it uses the batch's
+    statistics."""
 
     by_batch: bool
     eps: float
@@ -165,7 +166,7 @@ class _Call(NamedTuple):
 def _by_number(
     input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float, masking: Masking
 ) -> Tensor:
-    """For functions that have no counter of batches, so that `momentum` must be a number."""
+    """For functions that do not count batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
     if epilogue.residual is None and input.dim() > 1 and unmasked(*masking):
         y = fast.batch_norm(input, *epilogue[:2], eps, epilogue.act, running, training)
@@ -217,13 +218,13 @@ def tracked_batch_norm(
 ) -> Tensor:
     """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
-    `dims` are the numbers of axes that the layer accepts. `num_batches_tracked` is given only where the
-    running statistics are to be updated. It counts this batch; `momentum=None` weighs the batch by 1 / that
-    count, on the device. Without running statistics the batch's own are used, in evaluation too. A recompute
-    of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
-    the statistics are those of all ranks that share, where there are several. A `pool` takes the batch's
-    statistics in the place of the running ones. With `group_size` so many samples are normalized together;
-    the running statistics are those of all.
+    `dims` are the numbers of axes that the layer accepts. `num_batches_tracked` is given only if the running
+    statistics are to be updated. It includes this batch; `momentum=None` weights the batch by 1 / that count,
+    on the device. Without running statistics the batch's own are used, in evaluation too. A recompute of this
+    forward pass by a backward pass (checkpointing) does not update them again. With `sharing` the statistics
+    are those of all ranks that share, if there are several. A `pool` collects the batch's statistics instead
+    of the running ones. With `group_size` that many samples are normalized together; the running statistics
+    are those of all.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors) or elsewhere(input):
@@ -267,7 +268,7 @@ def _checked(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -
 
 
 def _of_shards(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
-    """By the statistics of the whole batch, of which each rank has a part."""
+    """Normalize by the statistics of the whole batch, of which each rank has a part."""
     by_batch, eps, masking, sharing, pool, size = call
     if by_batch and size is None:
         _checks.more_than_one_value(input, values_per_channel(input.shape))
@@ -298,7 +299,7 @@ def _of_shards(input: Tensor, running: Running, epilogue: Epilogue, call: _Call)
 
 
 def _local(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
-    """Of one rank's tensors."""
+    """The call on one rank's tensors."""
     valid = valid_positions(input, *call.masking)
     if call.by_batch:
         return _by_batch(input, running, epilogue, call, valid)

@@ -145,7 +145,7 @@ def conv_batch_norm(
 
 
 class _Run(NamedTuple):
-    """One rank's call. `values`: values of a channel; `autocast`: the device whose autocast is on."""
+    """One rank's call. `values`: values per channel; `autocast`: the device whose autocast is on."""
 
     convolution: Convolution
     training: bool
@@ -155,7 +155,7 @@ class _Run(NamedTuple):
     pool: Pool | None
     autocast: str | None
 
-    def output(  # by name: torch 2.10's compiler calls no NamedTuple
+    def output(  # by name: torch 2.10's compiler cannot call a NamedTuple
         self, operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None
     ) -> Tensor:
         mean = rstd = None
@@ -181,7 +181,7 @@ def _of_shards(
     groups: int,
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Of parts of the batch, or with parts of the weight by output channels."""
+    """The call on parts of the batch, or with parts of the weight by output channels."""
     input, conv_weight, conv_bias = operands
     of_one_mesh(*operands, *affine, *running[:3])
     of_input, positions = Cut.of(input), range(1, input.dim())
@@ -263,7 +263,7 @@ def _convolution(
     else:
         before = after = list(each("padding", padding, 0))
     pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
-    by_itself = before == after and padding_mode == "zeros"  # else F.pad comes before it
+    by_itself = before == after and padding_mode == "zeros"  # otherwise F.pad comes before it
     own, added = (tuple(before), none * 2) if by_itself else (none, tuple(pad))
     return Convolution(stride, own, dilation, groups, added, PADDING_MODES[padding_mode])
 

@@ -1,4 +1,4 @@
-"""Group norm and instance norm: per-channel statistics of every sample by itself."""
+"""Group norm and instance norm: per-channel statistics of every single sample."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, 
     _checks.divisible_groups(input, num_groups)
     _checks.parameters(input, weight=epilogue.weight, bias=epilogue.bias)
     _checks.non_negative_eps(eps)
-    # torch's rule: groups of one value are refused only in a batch of one sample
+    # torch's rule: groups of one value are rejected only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
     if sharded(input, epilogue.weight, epilogue.bias):
         return _groups_of_shards(input, num_groups, epilogue, eps, masking)
@@ -143,7 +143,7 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, 
 def _groups_of_shards(
     input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking
 ) -> Tensor:
-    """Of parts of samples, or of channels in whole groups."""
+    """The call on parts of samples, or on whole groups of channels."""
     channels, positions = input.shape[1] // num_groups, range(2, input.dim())
 
     def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
@@ -162,7 +162,7 @@ def _groups_of_shards(
 
 
 def moves_its_statistics(arguments: Arguments) -> bool:
-    """Does an instance norm called like this write to its running statistics?"""
+    """Whether an instance norm called like this writes to its running statistics."""
     return bool(arguments["use_input_stats"]) and arguments["running_mean"] is not None
 
 
@@ -247,7 +247,7 @@ def instance_norm(
         if not use_input_stats:
             mask = None if valid is None or not valid.zero else valid.mask
             return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
-        masked = valid is not None or masking[0] is not None  # also where this rank has no padding
+        masked = valid is not None or masking[0] is not None  # even if this rank has no padding
         return _instances(cut, x, running, epilogue, eps, valid, masked)
 
     if sharded(input, running_mean, running_var, weight, bias):
@@ -264,7 +264,7 @@ def _instances(
     valid: Valid | None,
     masked: bool,
 ) -> Tensor:
-    """By each sample's own statistics; of a DTensor a sample or the samples may be cut."""
+    """Normalize by each sample's own statistics; a DTensor's samples, or their axis, may be sharded."""
     channels, sharing, others = input.shape[1], None, None
     whole = input.shape if cut is None else cut.shape
     if channels == 0:  # no channels, so no groups: the input is empty
@@ -288,9 +288,9 @@ def _instances(
 def _average(
     moments: Moments, input: Tensor, valid: Valid | None, others: Sharing | None, masked: bool
 ) -> Moments:
-    """The samples' mean and variance on average, over the ranks among which samples are cut.
+    """The average of the samples' means and variances, over the ranks that share the samples.
 
-    With a mask they are those of the samples that have more than one valid position.
+    With a mask, of the samples that have more than one valid position.
     """
     mean, m2, count = moments.mean, moments.m2, moments.count
     if valid is None and others is None:
@@ -301,11 +301,11 @@ def _average(
         enough = counts > 1
         samples = enough.sum()
         mean, m2 = (torch.where(enough, v, 0.0) for v in (mean, m2 / (counts - 1).clamp_min(1)))
-        count = 2  # of two values m2 is the variance
+        count = 2  # of two values, m2 is the variance
     sums = torch.cat((mean.sum(0), m2.sum(0)))
     if others is not None:
         data = input[:, 0].numel() if valid is None else valid.total
-        told = sums.new_tensor([data] if input.is_cpu else [])  # elsewhere the host does not know
+        told = sums.new_tensor([data] if input.is_cpu else [])  # otherwise the host does not know
         total = add_up((sums, told), samples, others.group, others.call("average", input))
         samples, sums, told = total[0], total[1 : 1 + len(sums)], total[1 + len(sums) :]
         if masked and told.numel():
@@ -333,11 +333,11 @@ def layer_instance_norm(
 ) -> Tensor:
     """What the layers call: `instance_norm`, which also checks the number of axes and of channels.
 
-    `rank` is the number of axes of a batch; an input with one axis less is one sample, and its mask and
-    length have one axis less, too.
+    `rank` is the number of axes of a batch; an input with one axis fewer is one sample, and its mask and
+    length have one axis fewer, too.
     """
     tensors = (input, running_mean, running_var, weight, bias)
-    # a tensor subclass is handed torch's function by `instance_norm`, below
+    # a tensor subclass gets torch's function from `instance_norm`, below
     others = has_torch_function_variadic(*tensors)
     if use_input_stats and running_mean is None and not others and unmasked(mask, lengths, fill):
         quick = fast.instance_norm(input, weight, bias, eps, rank, num_features)

@@ -25,7 +25,8 @@ from leannorm.ops.precision import compute_dtype
 
 
 def dtype_of_cast(arguments: Arguments) -> torch.dtype:
-    """Of a row norm's output: wider than the input where it is rounded before it meets a wider weight."""
+    """The dtype of a row norm's output: wider than the input if it is rounded before it is multiplied by a
+    wider weight."""
     x, weight, cast = arguments["input"], arguments["weight"], arguments.get("cast", "after")
     if weight is None or cast == "after" or arguments.get("norm_before_gate", False):
         return x.dtype  # type: ignore[no-any-return]
@@ -74,7 +75,7 @@ def _of_shards(
 
 
 def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int, stop: int) -> Maybe:
-    """Which rows are data, of the statistics' shape; None where all are."""
+    """Which rows are data, in the statistics' shape; None if all are."""
     if lengths is not None:
         _checks.lengths_of_rows(input, start, stop)
     valid = valid_positions(input, mask, lengths, kept=(start, stop))

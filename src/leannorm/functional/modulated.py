@@ -1,4 +1,4 @@
-"""Layer and RMS norm with a scale and a shift that come from the network, of each sample or token."""
+"""Layer and RMS norm with a scale and a shift per sample or token, which the network computes."""
 
 from __future__ import annotations
 

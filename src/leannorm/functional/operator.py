@@ -123,7 +123,7 @@ def _checked(
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
     _checks.positive_eps(epsilon)
-    last = x.dim() - 1 if data_layout == "NHWC" else 1  # not -1, which TorchScript's exporter of ONNX keeps
+    last = x.dim() - 1 if data_layout == "NHWC" else 1  # not -1, which TorchScript's ONNX exporter would keep
     moved = x.movedim(last, 1) if last > 1 else x
     _checks.parameters(
         moved, estimated_mean=estimated_mean, estimated_var=estimated_var, scale=scale, bias=bias
@@ -157,7 +157,7 @@ def _checked(
 
 
 def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, options: tuple[Any, ...]) -> list[Tensor]:
-    """The function of this rank's parts, with the statistics of the whole batch."""
+    """The function on this rank's parts, with the statistics of the whole batch."""
     of_one_mesh(*tensors, batch_id)
     x, mean, var, *_ = tensors
     cut, elements = Cut.of(x), range(x.dim())
@@ -198,7 +198,7 @@ def _batch_norm_op(
 
 @torch.no_grad()
 def _move(estimate: Tensor, value: Tensor, momentum: float, batch_id: Tensor | None) -> None:
-    """The seed's update; the first batch replaces the estimate, even one that is not finite."""
+    """Updates an estimate in place; the first batch replaces it, even if it is not finite."""
     moved = value if momentum == 0 else estimate.to(value.dtype) * momentum + value * (1 - momentum)
     estimate.copy_(moved if batch_id is None else torch.where(batch_id == 0, value, moved))
 

@@ -1,4 +1,4 @@
-"""BatchNorm1d, 2d and 3d: torch's layers, computed by leannorm."""
+"""BatchNorm1d, 2d and 3d: torch's layers, with leannorm's kernels."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
         _checks.positive_eps(eps)
         _checks.momentum(momentum)
-        convolution: Any = self.conv_type  # torch's type hints differ from 1d to 3d, our signature is one
+        # torch's type hints differ between 1d and 3d, our signature does not
+        convolution: Any = self.conv_type
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = in_channels, out_channels, kernel_size, stride, padding, dilation, groups
         self.conv = convolution(*sizes, bias, padding_mode, **place)
@@ -149,7 +150,7 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
             groups=conv.groups,
             padding_mode=conv.padding_mode,
             training=bn.training or bn.running_mean is None,
-            # without a counter a cumulative average stays where it is, as torch's
+            # without a counter a cumulative average stays as it is, as in torch
             momentum=0.0 if bn.momentum is None and bn.num_batches_tracked is None else bn.momentum,
             eps=bn.eps,
             eps_mode=self.eps_mode,

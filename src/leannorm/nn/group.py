@@ -1,4 +1,4 @@
-"""GroupNorm: torch's layer, computed by leannorm."""
+"""GroupNorm: torch's layer, with leannorm's kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
         return fast.group_norm(input, weight, bias, self.eps, act or self.activation, self.num_groups)
 
     def _normalize(self, input: Tensor, act: str | None = None, masking: Masking = UNMASKED) -> Tensor:
-        """With an activation, which another layer may compute."""
+        """`act`: an activation that follows the layer and is fused into this call."""
         of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         named: Any = dict(zip(("mask", "lengths", "fill"), masking, strict=True))
         act = act or self.activation

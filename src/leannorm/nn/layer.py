@@ -109,7 +109,7 @@ class RMSNorm(RowLayer, torch.nn.RMSNorm):
             _checks.non_negative_eps(eps)
         _checks.weight_offset(weight_offset)
         _checks.cast(cast)
-        self.weight_offset, self.cast = weight_offset, cast  # the first is read while parameters are made
+        self.weight_offset, self.cast = weight_offset, cast  # the first is read while the parameters are made
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim

@@ -1,4 +1,4 @@
-"""AdaLayerNorm, AdaRMSNorm and RMSNormGated: torch's layers, which are given more than an input.
+"""AdaLayerNorm, AdaRMSNorm and RMSNormGated: torch's layers with further inputs.
 
 The names are those of the field: diffusers calls the norms of its transformers AdaLayerNorm and its variants,
 mamba_ssm, fla and transformers end the gated one's in RMSNormGated.
@@ -51,7 +51,7 @@ class AdaLayerNorm(LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over what follows their axes."""
+        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over the axes after their own."""
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
         return ada_layer_norm(input, shape, scale, shift, self.eps, weight, bias)
 
@@ -85,7 +85,7 @@ class AdaRMSNorm(RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over what follows their axes."""
+        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over the axes after their own."""
         return ada_rms_norm(input, self.normalized_shape, scale, self.eps, self.weight, shift)
 
 
@@ -126,7 +126,8 @@ class RMSNormGated(RMSNorm):
         self.activation, self.norm_before_gate = act, norm_before_gate
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """The norm of `input` and the activated `gate`, of one shape, as `norm_before_gate` says."""
+        """The norm of `input` and the activated `gate`, which have one shape, in the order of
+        `norm_before_gate`."""
         settings = self.eps, self.activation, self.norm_before_gate
         return gated_rms_norm(input, gate, self.normalized_shape, self.weight, *settings, cast=self.cast)
 

@@ -68,7 +68,8 @@ class BatchNormOp(HasStatistics, Layer):
         self.keep_statistics_in(stats_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` normalized as `functional.batch_norm_op` does; training moves the estimates and the counter."""
+        """`x` normalized as `functional.batch_norm_op` does; training updates the estimates and the
+        counter."""
         if self.stats_dtype is not None:
             self._cast_back()
         result = batch_norm_op(
@@ -84,7 +85,7 @@ class BatchNormOp(HasStatistics, Layer):
             batch_id=self.batch_id,
             data_layout=self.data_layout,
         )
-        if self.training and x.numel() and not (frozen() or rebuilding()):  # an empty batch moves nothing
+        if self.training and x.numel() and not (frozen() or rebuilding()):  # an empty batch updates nothing
             self.batch_id.add_(1)
         return result.y
 

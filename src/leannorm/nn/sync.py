@@ -20,7 +20,7 @@ from leannorm.nn._base import BatchNormBase
 from leannorm.ops.modes import traced
 
 _constructed = itertools.count(1)
-# forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
+# forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes per channel
 _REMEMBERED = 32
 
 # the attributes that `share` sets
@@ -42,7 +42,7 @@ class Synchronized(SharesStatistics, BatchNormBase):
         debug_consistency: bool = False,
         name: str | None = None,
     ) -> None:
-        """Set the ranks to share with; `name` is the layer's name in errors, in place of its number."""
+        """Set the ranks to share with; `name` is the layer's name in errors, instead of its number."""
         _checks.timeout(timeout)
         self.process_group, self.timeout = process_group, timeout
         self.debug_consistency = debug_consistency
@@ -67,19 +67,20 @@ class Synchronized(SharesStatistics, BatchNormBase):
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
         y = super()._fast(input, act)
-        if y is not None:  # else `_normalize` notes it
+        if y is not None:  # otherwise `_normalize` notes it
             self._note_evaluation()
         return y
 
     def _note_evaluation(self) -> None:
-        """For the other ranks, which may be waiting for this one; without connecting to them."""
+        """Note it for the other ranks, which may be waiting for this one, without connecting to them."""
         if not (self.training or traced()):
             group = connected_group(self.process_group)
             if group is not None:
                 note_evaluation(group, self.layer_name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        """The copy shares with the same ranks (a process group cannot be copied) and remembers no passes."""
+        """A copy shares with the same ranks (a process group cannot be copied) and remembers no forward
+        passes."""
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
         memo[id(self.process_group)] = self.process_group

@@ -162,7 +162,7 @@ def convention(name: str, argument: str) -> Convention:
 
 
 def permuted(tensor: Tensor, axes: str, wanted: str) -> Tensor:
-    """The kernel with its axes in the order wanted; both orders are written as in `TORCH_AXES`.
+    """The kernel with its axes in the requested order; both orders are written as in `TORCH_AXES`.
 
     >>> import torch
     >>> permuted(torch.zeros(5, 7, 3, 8), "*io", "oi*").shape

@@ -49,7 +49,7 @@ class Loaded:
 def _value(
     slot: Slot, key: str, array: Tensor, theirs: Convention, factor: float, problems: list[str]
 ) -> Tensor:
-    """The array converted for the model's tensor; what is wrong with it is added to `problems`."""
+    """The array converted for the model's tensor; problems with it are added to `problems`."""
     value = to_ours(array, slot, theirs)
     if value.shape != slot.tensor.shape:
         problems.append(

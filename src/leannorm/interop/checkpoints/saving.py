@@ -22,7 +22,7 @@ from leannorm.interop.checkpoints.subsets import name_numbers
 
 
 def _tree(values: Mapping[str, Any], target: str, slots: Sequence[Slot]) -> dict[str, Any]:
-    """The values as the framework arranges them: Flax nested in collections, the others flat."""
+    """The values as the framework arranges them: nested in collections for Flax, flat for the others."""
     if target != "flax":
         return dict(values)
     statistics = {
@@ -121,9 +121,9 @@ def _content(
     values: Mapping[str, Tensor],
     arrays: Mapping[str, Any],
 ) -> bytes:
-    """What the file will hold."""
+    """What will be written to the file."""
     if path.suffix in WRITERS:
-        pickled = path.suffix == ".pdparams"  # holds arrays of numpy, the others tensors
+        pickled = path.suffix == ".pdparams"  # this one stores numpy arrays, the others tensors
         return WRITERS[path.suffix](_tree(arrays if pickled else values, theirs.framework, slots))
     if path.suffix not in TEMPLATES:
         raise InputError(f"{path} must end in one of {', '.join([*WRITERS, *TEMPLATES])}")
