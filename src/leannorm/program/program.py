@@ -65,7 +65,7 @@ class Program:
         return f"Program({self.signature.describe()})"
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns in training mode, with gradients; statistics and counters move."""
+        """What the model returns in training mode, with gradients; statistics and counters are updated."""
         return self._call(TRAIN, args, kwargs)
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,10 +75,10 @@ class Program:
     def run(self, targets: str | Sequence[str], feeds: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         """The value of each target, executing only what they need.
 
-        `feeds` are all the inputs in order, or those that the targets need, by name. Where both branches
-        are targets the shared part runs once, then the training branch, then the inference branch, which
-        sees the statistics that training has just moved. An intermediate value is returned as it was
-        when computed.
+        `feeds` are all the inputs in order, or those that the targets need, by name. If both branches are
+        targets, the shared part runs once, then the training branch, then the inference branch, which uses
+        the statistics that training has just updated. An intermediate value is returned as it was when
+        computed.
 
         Raises: `InputError` for an unknown target and for feeds that do not fit.
         """
@@ -138,7 +138,7 @@ class Program:
     ) -> torch.export.ExportedProgram:
         """One branch alone as a plain `torch.export.ExportedProgram`, on the same variables.
 
-        `rewrite` may return a changed module from the branch's; `leannorm.fold(program)` passes its own.
+        `rewrite` may return a changed module for the branch; `leannorm.fold(program)` passes its own.
         """
         if branch not in (TRAIN, INFER):
             raise InputError(f"a branch is {TRAIN!r} or {INFER!r}, got {branch!r}")

@@ -20,7 +20,7 @@ from leannorm.report.numerics import BATCH_NORM, LAYER_NORM
 from leannorm.report.timing import RATIOS, device_seconds, is_another_ratio, sets_past_the_cache
 
 COMPILED = "torch.compile"
-_COMPILERS = 8  # times our budget: it orders its sums differently, so its errors differ
+_COMPILERS = 8  # times our budget: torch orders its sums differently, so its errors differ
 _TENSORS_MOVED = 5  # at least: x read and y written, then x and dy read and dx written
 
 
@@ -44,7 +44,7 @@ class Timing(NamedTuple):
     """One backend (or torch, eager or compiled) on one case: seconds of forward and backward, ratio to torch.
 
     `floor`: the share of that time that moving the bytes would take, at the speed of a copy on this device.
-    `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
+    `correct`: whether output and gradients are within twice torch's error against float64, plus one rounding.
     """
 
     case: str
@@ -158,7 +158,7 @@ def _bench(
     copy_calls = [partial(target.copy_, each[1]) for target, each in zip(targets, sets, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     copies: list[float] = []
-    for turn in range(turns + 2):  # the first two warm up; the sides take turns
+    for turn in range(turns + 2):  # the first two warm up; then both sides alternate
         for name, calls in runs.items():
             with use_backend(name) if name in serving else nullcontext():
                 taken = device_seconds(calls, device, len(calls))

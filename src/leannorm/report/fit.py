@@ -23,14 +23,15 @@ from leannorm.report.settings import Setting, code_of, settings_for
 from leannorm.saving.plans import none_known
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
-_WITH_ROOTS = ("adam", "adamw")  # of one tensor of their state: on a GPU all at once, else two at a time
+# temporaries the size of a state tensor: on a GPU for all at once, otherwise two at a time
+_WITH_ROOTS = ("adam", "adamw")
 _SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
 
 
 class Fit(NamedTuple):
-    """A setting, the largest batch that fits (0: less than two samples), and the bytes that it takes.
+    """A setting, the largest batch that fits (0: fewer than two samples), and the bytes that it takes.
 
-    `later`: under a budget or a peak, what passes take that follow the plan, which the first one makes.
+    `later`: under a budget or a peak, the bytes of passes that follow the plan, which the first pass makes.
     """
 
     name: str
@@ -60,7 +61,7 @@ class FitReport(Report):
 
     @property
     def available(self) -> str:
-        """The memory as it was asked for."""
+        """The memory that was asked for."""
         return self.asked or bytes_in_words(self.memory)
 
     def summary(self) -> str:
@@ -90,7 +91,7 @@ class FitReport(Report):
         yield from map(Line, self._first_passes())
 
     def _what_to_type(self) -> Iterator[str]:
-        """The line of code for the largest batch; of two settings that are alike, the cheaper one."""
+        """The line of code for the largest batch; if two settings are equal, the cheaper one."""
         stock, *others = self.fits
         best = max(others, key=lambda one: one.batch, default=stock)
         if best.batch > stock.batch:
@@ -191,11 +192,12 @@ def fit(
         for setting in settings_for(network, recompute, budgets):
 
             def needed(batch: int, setting: Setting = setting) -> tuple[int, ...]:
-                """By the first pass, and by the next, which follows a plan where the setting makes one."""
+                """By the first pass, and by the next, which follows a plan if the setting makes one."""
                 progress(f"{setting.name}, batch {batch}")
                 passes = 2 if " " in setting.name else 1
                 with none_known(), untouched(network, left_alone), warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")  # the report says how much
+                    # the report prints how much
+                    warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")
                     peaks = [
                         fake_step(network, mode, setting, _batch_of(one, batch)).peak for _ in range(passes)
                     ]
@@ -240,7 +242,7 @@ def _tensor_of(sample: Any) -> Any:
 
 
 def _batch_of(one: Arguments, batch: int) -> Arguments:
-    """The same for a batch of samples, without memory."""
+    """The same for a batch of this many samples, without memory."""
 
     def several(tensor: Tensor) -> Tensor:
         return torch.empty((batch, *tensor.shape), dtype=tensor.dtype, device="meta")
@@ -249,7 +251,7 @@ def _batch_of(one: Arguments, batch: int) -> Arguments:
 
 
 def _largest(needed: Callable[[int], tuple[int, ...]], memory: int) -> tuple[int, tuple[int, ...]]:
-    """The largest batch with all of needed(batch) <= memory, and what it needs: `needed` is nearly linear."""
+    """The largest batch with all of needed(batch) <= memory, and what it needs; `needed` is nearly linear."""
     known = {_SMALLEST: needed(_SMALLEST)}
     if max(known[_SMALLEST]) > memory:
         return 0, known[_SMALLEST]

@@ -1,4 +1,5 @@
-"""`profile`: memory and time of a model's training step: stock, under lean(), and with other methods."""
+"""`profile`: memory and time of a model's training step in plain PyTorch, under lean(), and with other
+methods."""
 
 from __future__ import annotations
 
@@ -124,18 +125,19 @@ def _step(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor])
 
 
 def _on_others(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor]) -> Tensor:
-    """On tensors of other values, as in training: a rebuild is tried until it has met two."""
+    """On tensors of other values, as in training: a rebuild is on trial until it has seen two."""
     try:
         return _forward(setting, arguments.reversed(), loss)
-    except Exception:  # samples that must come in one order, as by their lengths
+    except Exception:  # samples that must come in a fixed order, such as by length
         return _forward(setting, arguments, loss)
 
 
 @contextmanager
 def _a_pass(model: nn.Module, arguments: Arguments) -> Iterator[Arguments]:
-    """A pass from the model's state, without gradients; gives a copy of the inputs, and leaves nothing.
+    """A pass from the model's state, without gradients; yields a copy of the inputs, and leaves nothing
+    behind.
 
-    On the model's own parameters, by which compiled code and a plan of `lean()` know it.
+    It uses the model's own parameters, because compiled code and a plan of `lean()` recognize it by them.
     """
     with untouched(model, Copies(parameters=False)):
         for parameter in model.parameters():

@@ -97,7 +97,7 @@ def examine(
     passed: str = "",
     meeting: Meeting | None = None,
 ) -> DoctorReport:
-    """`doctor` by some of the checks, and with the other ranks of a meeting."""
+    """`doctor` with some of the checks, and with the other ranks of a meeting."""
     with meeting or nullcontext():
         _checks.module(model, "doctor")
         if averaged is not None:
@@ -134,7 +134,7 @@ def examine(
 class Common:
     """What the ranks of a meeting find together, the same on each.
 
-    `batches` are those to run, none where something is wrong; `compares`: are gradients to be compared?
+    `batches` are those to run, none if something is wrong; `compares`: whether to compare gradients.
     """
 
     def __init__(self, meeting: Meeting, subject: Subject, batches: list[Any] | None, steps: bool) -> None:
@@ -155,7 +155,8 @@ class Common:
     def joined(
         self, faults: list[tuple[Check, Found]], gradients: Gradients, shown: dict[str, list[float]]
     ) -> list[tuple[Check, Found]]:
-        """What ranks found together and each by itself; of one fault of several ranks the largest."""
+        """What ranks found together and each by itself; if several ranks have one fault, the largest
+        finding."""
 
         def decide(posts: list[Any]) -> Any:
             subject = self._subject
@@ -175,7 +176,7 @@ class Common:
 
 
 def _of_some(several: list[tuple[Found, int]], ranks: int) -> Found:
-    """The largest of one fault's findings, each with its rank; says on which ranks, where not on all."""
+    """The largest finding of one fault; says on which ranks it occurs, if not on all."""
     one = max((one for one, _ in several), key=_size)
     if len(several) == ranks:
         return one
@@ -203,7 +204,7 @@ def _is_lazy(module: Module) -> bool:
 
 
 def _optimizers(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
-    """Each by the expression that names it."""
+    """Each optimizer by the expression that names it."""
     if optimizers is None:
         return {}
     if hasattr(optimizers, "param_groups"):

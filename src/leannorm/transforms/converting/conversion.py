@@ -125,7 +125,7 @@ def convert(
 
 @dataclass(frozen=True, repr=False)
 class Preview(Report):
-    """What `convert` would do: `swapped` has class names before and after, `left` the reasons; by layer."""
+    """What `convert` would do: `swapped` has class names before and after, `left` the reasons, by layer."""
 
     swapped: dict[str, tuple[str, str]]
     left: dict[str, str]
@@ -316,5 +316,5 @@ def _undo_swap(module: Module) -> bool:
 
 
 def _is_ours(module: Module) -> bool:
-    """Is its class, or a base of it, leannorm's?"""
+    """Whether its class, or a base of it, is leannorm's."""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)

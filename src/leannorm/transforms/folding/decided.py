@@ -1,4 +1,5 @@
-"""Which control flow the example decided: the model runs once, and what its Python tests read is recorded.
+"""Which control flow the example decided: the model runs once, and the values that its Python tests read are
+recorded.
 
 When the model's code reads a size from a tensor, it gets a number that records its comparisons. Globals, and
 attributes that the forward pass assigns, are found in the source of the functions that ran.

@@ -191,7 +191,7 @@ def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool
 
 
 def _unfused(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy on the same tensors, in which the calls that `convert` has joined are calls by themselves."""
+    """A copy on the same tensors, in which calls that `convert` has fused are separate calls."""
     tensors = chain(model.parameters(), model.buffers())
     return unfused(copy.deepcopy(model, {id(t): t for t in tensors}))
 
@@ -204,7 +204,7 @@ def _warn_of_nothing(report: FoldReport, model: str) -> None:
 
 
 def _random(value: Any) -> Any:
-    """Random numbers like a tensor of floating point; everything else as it is."""
+    """Random numbers in the shape of a floating-point tensor; anything else unchanged."""
     return torch.randn_like(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -212,7 +212,7 @@ def _evaluation_graph(
     model: torch.nn.Module, inputs: tuple[Any, ...], tests: tuple[Decided, ...]
 ) -> fx.Graph:
     try:
-        with untouched(model, themselves):  # by which the result's are known
+        with untouched(model, themselves):  # the result's are recognized by these
             exported = export(model, inputs)
     except InputError as error:
         why = "".join(f"; the example decided {d.place}: `{d.test}` ({d.value})" for d in tests)
@@ -252,15 +252,16 @@ def _verified(
     again: Callable[[torch.nn.Module], torch.nn.Module],
     inputs: tuple[Any, ...],
 ) -> FoldReport:
-    """The report with measured differences. `again` repeats the folding in float64, where it is checked."""
+    """The report with measured differences. `again` repeats the folding in float64, in which it is
+    checked."""
     before, after = _outputs(original, inputs), _outputs(result, inputs)
     difference, scale, eps = _difference(before, after)
     checked, largest, allowed = difference, scale, ROUNDINGS * eps * scale
-    with suppress(RuntimeError):  # a model that casts may not run in float64: the check above is used then
+    with suppress(RuntimeError):  # a model that casts may not run in float64: then the check above counts
         inputs = pytree.tree_map(double, inputs)
         exact = _outputs(wide, inputs)
         checked, largest, eps = _difference(exact, _outputs(again(wide), inputs))
-        # a model that amplifies a rounding of its weights amplifies the roundings of folding, too
+        # a model that amplifies a rounding of its weights also amplifies the roundings of folding
         response = _difference(exact, _outputs(_rounded_once(wide), inputs))[0]
         allowed = max(ROUNDINGS * eps * largest, TIMES_ONE_ROUNDING * response)
     if not checked <= allowed:
@@ -283,7 +284,7 @@ def _rounded_once(wide: torch.nn.Module) -> torch.nn.Module:
 
 
 def _outputs(model: torch.nn.Module, inputs: tuple[Any, ...]) -> list[Any]:
-    """What the model returns from the state and the random numbers that it has, and keeps."""
+    """What the model returns from its present state and random numbers, which stay."""
     with untouched(model), torch.no_grad():
         return pytree.tree_leaves(model(*copy.deepcopy(inputs)))
 

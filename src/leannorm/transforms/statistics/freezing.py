@@ -20,7 +20,7 @@ from leannorm._errors import InputError
 
 
 class Frozen:
-    """Stands in the place of a layer's `train`, and knows what `unfreeze` restores."""
+    """Replaces a layer's `train`, and knows what `unfreeze` restores."""
 
     def __init__(self, layer: Module) -> None:
         self.layer, self.mode = layer, layer.training
@@ -28,7 +28,7 @@ class Frozen:
         self.trained: list[str] = []  # the parameters that required a gradient
 
     def __call__(self, mode: bool = True) -> Module:
-        """As `Module.train`, for the layer's children too, but for the mode of frozen statistics."""
+        """As `Module.train`, for the layer's children too, except for the mode of frozen statistics."""
         type(self.layer).train(self.layer, mode)
         self.mode = self.layer.training
         if self.statistics:
@@ -36,15 +36,15 @@ class Frozen:
         return self.layer
 
     def extra_repr(self) -> str:
-        """The layer's own words, and what of it is frozen; stands in the place of the layer's."""
+        """The layer's own text and what of it is frozen; replaces the layer's `extra_repr`."""
         parts = [name for name, held in (("statistics", self.statistics), ("affine", self.affine)) if held]
         own = type(self.layer).extra_repr(self.layer)
         return f"{own}{', ' if own else ''}frozen={'+'.join(parts)}"
 
     def reduced(self, protocol: Any) -> tuple[Any, ...]:
-        """As the layer's class says for a copy or a pickle, which gets a `Frozen` of its own.
+        """As the layer's class defines a copy or a pickle, which gets a `Frozen` of its own.
 
-        A shallow copy has the layer's attributes, and they would go on changing the layer.
+        A shallow copy would have the layer's attributes, which would go on changing the layer.
         """
         plain: Any = type(self.layer).__reduce_ex__(self.layer, protocol)
         make, of, *rest = plain
@@ -64,7 +64,7 @@ class Frozen:
         self.layer = layer
         vars(layer).update(zip(_ADDED, (self, self.extra_repr, self.reduced, self.replicated), strict=False))
         if self.statistics:
-            vars(layer)["reset_running_stats"] = nothing  # what torch's `update_bn` calls first
+            vars(layer)["reset_running_stats"] = nothing  # torch's `update_bn` calls this first
 
     def hold_statistics(self) -> None:
         if not self.statistics:
@@ -78,7 +78,8 @@ class Frozen:
             if parameter.requires_grad:
                 self.trained.append(name)
             parameter.requires_grad_(False)
-            parameter.grad = None  # an optimizer with momentum moves whatever has a gradient, even of 0
+            # an optimizer with momentum moves everything that has a gradient, even of 0
+            parameter.grad = None
 
     def let_go(self) -> None:
         parameters = dict(_affine(self.layer))
@@ -88,7 +89,7 @@ class Frozen:
         if self.statistics:
             self.layer.training = self.mode
         for name in _ADDED:
-            vars(self.layer).pop(name, None)  # a model that an older release froze has not all of them
+            vars(self.layer).pop(name, None)  # a model frozen by an older release does not have all of them
 
 
 _ADDED = "train", "extra_repr", "__reduce_ex__", "_replicate_for_data_parallel", "reset_running_stats"
@@ -108,7 +109,7 @@ def _frozen_again(memory: dict[str, Any], make: Callable[..., Module], of: tuple
 
 
 def _frozen_of(layer: Module) -> Frozen | None:
-    """What a frozen layer has; one of its own where its attributes were copied one by one."""
+    """What a frozen layer has, or a new one if its attributes were copied one by one."""
     frozen = vars(layer).get("train")
     if isinstance(frozen, Frozen) and frozen.layer is not layer:
         _frozen(layer, frozen._memory())
@@ -117,11 +118,11 @@ def _frozen_of(layer: Module) -> Frozen | None:
 
 
 def nothing() -> None:
-    """What a frozen layer's `reset_running_stats` does."""
+    """The `reset_running_stats` of a frozen layer."""
 
 
 def _affine(layer: Module) -> list[tuple[str, Parameter]]:
-    """The layer's own parameters; of parametrized ones what they are made from."""
+    """The layer's own parameters; for parametrized ones the originals."""
     own = list(layer.named_parameters(recurse=False))
     made = layer._modules.get("parametrizations")
     return own if made is None else own + list(made.named_parameters(prefix="parametrizations"))

@@ -40,7 +40,7 @@ from leannorm.ops.select import pick
 
 
 def _inside_convolutions(model: Module) -> set[Module]:
-    """Batch norms that a convolution's layer computes: their own forward is not called."""
+    """Batch norms that a fused convolution layer computes: their own forward is not called."""
     return {norm.module for norm in norms_of(model) if norm.convolution is not None}
 
 
@@ -51,7 +51,7 @@ def _new_pool(layer: _BatchNorm, of_rank: bool = False) -> Pool:
 
 @contextmanager
 def _collecting(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
-    """Within it, these layers, of leannorm, add their batches to the pools."""
+    """Within it, these leannorm layers add their batches to the pools."""
     for layer, pool in pools.items():
         vars(layer)["_pool"] = pool
     try:
@@ -103,7 +103,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     for layer, pool in ours.items():
         if pool.used:
             buffers: list[Any] = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
-            # this rank's part of a DTensor: of statistics that every rank has, the whole
+            # this rank's part of a DTensor; for statistics that every rank has, the whole
             mean, var, count = (b.to_local() if hasattr(b, "placements") else b for b in buffers)
             running = Running(mean, var, count, layer.momentum)
             update_running_statistics(running, Moments(pool.mean, pool.m2, pool.counts[1]))
@@ -252,9 +252,10 @@ def _merge_ranks(pool: Pool, group: str, layer: str) -> None:
 
 
 class _Inputs(TorchFunctionMode):
-    """What torch's function normalizes for layers with a forward of their own, which may change their input.
+    """The tensors that torch's function normalizes in layers with a forward of their own, which may change
+    their input.
 
-    `readers`: by the `id` of a layer's running mean, what is called with the function's input.
+    `readers`: by the `id` of a layer's running mean, the function that gets the input.
     """
 
     def __init__(self, readers: Mapping[int, Callable[..., None]]) -> None:
@@ -282,7 +283,7 @@ def _run(
 
     def add(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")
-        # one that the layer will refuse is left to it
+        # if the layer will reject it, its own error is raised
         if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == pools[layer].mean.numel():
             valid = valid_positions(x, kwargs.get("mask"), kwargs.get("lengths"))
             moments = pick(x).channel_moments(x, mask=None if valid is None else valid.mask)
@@ -292,7 +293,7 @@ def _run(
         {id(layer.running_mean): partial(add, layer) for layer in subclasses if layer not in collecting}
     )
     handles = [
-        layer.register_forward_pre_hook(add, with_kwargs=True)  # behind the layer's own
+        layer.register_forward_pre_hook(add, with_kwargs=True)  # after the layer's own
         for layer in pools
         if not (layer in collecting or layer in subclasses)
     ]
@@ -319,7 +320,7 @@ def _run(
 
 
 def _watched(batches: Iterable[Any]) -> Iterable[Any]:
-    """With a progress bar where somebody can see it, and rich is installed, which the command needs."""
+    """With a progress bar if somebody can see it and rich is installed, which the command needs."""
     if not sys.stderr.isatty():
         return batches
     try:
@@ -332,7 +333,8 @@ def _watched(batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def _statistics(name: str, layer: _BatchNorm, pool: Pool) -> tuple[Tensor, Tensor, int, int]:
-    """Mean, unbiased variance, batches and values; raises for what the layer's buffers cannot hold."""
+    """Mean, unbiased variance, batches and values; raises for values that the layer's buffers cannot
+    represent."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     batches, values = (int(v) for v in pool.counts.tolist())
