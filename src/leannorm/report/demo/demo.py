@@ -95,7 +95,7 @@ def demo(
     memory: str = MEMORY,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> DemoReport:
-    """Measure the networks in plain PyTorch and under `lean()`; then train digits both ways, comparing all bits.
+    """Measure the networks in plain PyTorch and under `lean()`; train digits both ways and compare all bits.
 
     Raises: `InputError` for numbers out of range and for a device that torch cannot use,
     `MissingDependencyError` without scikit-learn.
