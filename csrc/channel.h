@@ -1,9 +1,8 @@
 // The per-channel kernels of one instruction set: what the driver (channel.cpp) may call.
 //
-// Contiguous (N, C, *) is worked on in planes: `count` runs of `length` elements to a statistic, `stride` elements
-// apart. Channels-last and (N, C) are worked on in columns: `count` rows of
-// `length` columns, `stride` elements apart, each column with its own statistic. Short planes are columns too:
-// the planes of one sample side by side are a row.
+// Contiguous (N, C, *) is computed in planes: `count` runs of `length` elements per statistic, `stride` elements
+// apart. Channels-last and (N, C) are computed in columns: `count` rows of `length` columns, `stride` elements apart,
+// each column with its own statistic. Short planes are columns too: the planes of one sample together are a row.
 #pragma once
 
 #include <cstdint>

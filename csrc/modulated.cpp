@@ -1,7 +1,7 @@
-// Norms that meet more than parameters: how the work is shared out, what the caller gets.
+// Norms with inputs besides the parameters: the division of the work, the results.
 //
-// The caller hands in tensors as rows: (rows, kept), contiguous but for the gated norm's, and lines of the compute
-// type, (groups, kept), each for rows / groups rows that follow each other.
+// The caller passes tensors as rows: (rows, kept), contiguous except for the gated norm's, and lines of the compute
+// type, (groups, kept), each for rows / groups consecutive rows.
 #include "modulated.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The kernels of one instruction set for rows that meet more than parameters: what modulated.cpp may call.
+// The kernels of one instruction set for norms with inputs besides the parameters: what modulated.cpp may call.
 //
 // Tensors are rows of `kept` values. Statistics and parameters are of the compute type.
 #pragma once

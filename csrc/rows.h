@@ -1,7 +1,7 @@
 // The per-row kernels of one instruction set: what the driver (rows.cpp) may call.
 //
 // A tensor is (outer, kept, inner) in memory; every (outer, inner) is a row of `kept` values. With
-// inner = 1 a row is a line of memory; else neighbouring rows lie side by side, and `panel` of them are
+// inner = 1 a row is contiguous (a line); otherwise neighbouring rows are interleaved, and `panel` of them are
 // worked on together, so that every load is of neighbours.
 #pragma once
 

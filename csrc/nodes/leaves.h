@@ -1,7 +1,7 @@
-// What steps read that may not be what it was: leaves, and what other branches have saved.
+// What steps read that may have changed: leaves, and what other branches have saved.
 //
-// Leaves that got other data (`leaf.data = other`) while passes were open. Where the old data come back, neither version
-// counter nor contents tell of it, but what nodes have read in between was other.
+// Leaves that got other data (`leaf.data = other`) while passes were open. If the old data come back, neither version
+// counter nor contents show it, but nodes have read other data in between.
 #pragma once
 
 #include "sorts.h"

@@ -1,10 +1,10 @@
-// Autograd nodes in C++ for the calls of autograd/fast.py, whose functions they stand in for: the same
-// operators, the same saved tensors, the same bits, without Python's share of a small call. Of Triton's operators they
-// repeat calls that Python has made before (tapes.h).
+// Autograd nodes in C++ for the calls of autograd/fast.py, whose functions they replace: the same operators, saved
+// tensors and bits, without the time that Python takes in a small call. For Triton's operators they repeat calls that
+// Python has made before (tapes.h).
 //
-// They need torch's own C++ headers and Python's, so this library serves the torch and the Python that it was built
-// for (autograd/nodes.py asks before it loads it); without it fast.py does the same in Python. Each function returns
-// None for a call that is not a usual one, and for one that the kernel refuses: then nothing has been written.
+// They need torch's own C++ headers and Python's, so this library works only with the torch and the Python that it was
+// built for (autograd/nodes.py checks before loading it); without it fast.py does the same in Python. Each function
+// returns None for an unusual call and for one that the kernel rejects: then nothing has been written.
 #include "../activation.h"
 #include "graph.h"
 #include "learning.h"

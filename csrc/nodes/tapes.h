@@ -1,6 +1,6 @@
-// What ops/backends/triton/tape.py noted of Triton's operators, repeated as it does it: new tensors, then launches.
+// What ops/backends/triton/tape.py recorded of Triton's operators, repeated in the same way: new tensors, launches.
 //
-// Triton launches by a function of Python, so that a launch needs the interpreter's lock; all else goes without it.
+// Triton launches by a Python function, so a launch needs the interpreter's lock; everything else does without it.
 #pragma once
 
 #include "edits.h"
