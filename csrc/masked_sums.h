@@ -170,7 +170,7 @@ class MaskedPartials {
     std::fill_n(left, slots_, 0.0);
     const int64_t count = counts_[i] = cut_.columns ? rows_of(of) : positions_.count(block, of.valid, of.sample);
     if (count == 0) return;
-    const auto add_up = [&](bool wide, int64_t most) {  // the sums of differences from `mean`, of so many rows at most
+    const auto add_up = [&](bool wide, int64_t most) {  // the sums of differences from `mean`, of at most this many rows
       std::fill_n(sum, slots_, 0.0);
       std::fill_n(m2, slots_, 0.0);
       if (!cut_.columns) {

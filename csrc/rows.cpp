@@ -41,7 +41,7 @@ std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop
   const auto kept = [&](int64_t d) { return start <= d && d < stop; };
   RowShape shape{1, 1, 1, 1, 1};
   int64_t expected = x.numel(), last_kept = -1, last_other = -1;
-  bool past = false;  // behind the normalized axes
+  bool past = false;  // after the normalized axes
   for (const int64_t d : axes) {
     expected /= size[d];
     int64_t& last = kept(d) ? last_kept : last_other;

@@ -1,4 +1,4 @@
-// Vectors of the instruction set at hand, through the compiler's vector extension: loads, stores and
+// Vectors of the current instruction set, through the compiler's vector extension: loads, stores and
 // conversions of every element type. Included by `*_kernels.cpp` only.
 #pragma once
 

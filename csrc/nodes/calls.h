@@ -176,7 +176,7 @@ struct Operator {
     handle.callBoxed(&stack);
     return true;
   }
-  // False also if the CPU's kernel has rejected its arguments: then it has written nothing.
+  // Also false if the CPU's kernel has rejected its arguments: then it has written nothing.
   bool taken(Stack& stack, bool by_triton) const {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (by_triton) return tapes().repeat(name, stack);

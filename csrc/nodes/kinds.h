@@ -52,8 +52,8 @@ struct Template {
   int check;
   Ref step, name, shape, dtype;
   std::vector<Source> inputs;
-  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has in place of its
-  // own, behind so many copies, or parts, each of its own
+  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has instead of its
+  // own, after `copies` copies, or parts, each of its own
   enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kParts } captured;
   int copies, products;
   std::vector<Part> parts;

@@ -145,7 +145,7 @@ class Rebuild {
   }
 
   PyObject* flags_ = nullptr;
-  bool is_streamed_ = false, stream_told_ = false;  // is it on a device with streams, and is the reader's known?
+  bool is_streamed_ = false, stream_told_ = false;  // on a device with streams; their stream is known
   std::unordered_set<PyObject*> seen_;
   std::unordered_map<PyObject*, Ref> at_hand_;  // what they are made of was not checked, and must not be run
 };

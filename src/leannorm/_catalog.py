@@ -1,5 +1,4 @@
-"""Which modules are norms, of which kind, and where are their statistics? One table for all who look at a
-model."""
+"""Which modules are norms, of which kind, and where are their statistics? One table for all packages."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def why_refused(release: str) -> str | None:
 
 
 def is_tested(release: str) -> bool:
-    """Was the suite run with this release? Its builds (for CPUs, for CUDA) count as one.
+    """Whether the suite was run with this release; its builds (for CPUs, for CUDA) count as one.
 
     >>> is_tested("2.13.0+cpu"), is_tested("2.13.1"), is_tested("2.15.0a0+git1234")
     (True, False, False)

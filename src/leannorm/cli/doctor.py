@@ -35,9 +35,9 @@ def doctor(
 ) -> None:
     """Look for what is wrong in a model's norm layers; exit status 1 for findings (see --fail-on).
 
-    A function that makes MODEL may load weights. What a batch's values tell (the gap between the modes, dead
-    channels, padding) is asked of --data alone: of random values it says nothing. Where MODEL joins a job of
-    several ranks, as under torchrun, ranks are compared, and rank 0 tells what is found.
+    A function that makes MODEL may load weights. Checks of a batch's values (the gap between the modes, dead
+    channels, padding) need --data: random values show nothing. If MODEL joins a job of several ranks, as
+    under torchrun, ranks are compared, and rank 0 reports what is found.
     """
     import copy
 

@@ -287,8 +287,8 @@ class Reader:
         made: dict[fx.Node, int],
         until: dict[fx.Node, int],
     ) -> tuple[list[int], list[int]]:
-        """Bytes of everything alive at each moment that is not a value, and of what each moment of the
-        backward pass writes in the place of a value, for which no freed gradient makes space."""
+        """Bytes of everything alive at each moment that is not a value; and the bytes that each moment of the
+        backward pass may write over a value, since no freed gradient has made space for them."""
         change = [0] * (self.end + 1)
         writes = [self.sizes[n] if self.kinds[n] == "fused" else 0 for n in self.runs[1]]
 

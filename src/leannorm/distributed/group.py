@@ -1,7 +1,7 @@
 """A communicator for the ranks that share statistics, in addition to their process group.
 
 In the process group itself, a rank that skips a layer would join the others' collective with its own next
-one: with gloo a sum of 133 values that meets one of 261 aborts the process, with NCCL it hangs. Here all
+one: with gloo a sum of 133 values against one of 261 aborts the process, with NCCL it hangs. Here all
 messages have one agreed size, so that ranks in different calls still complete the collective, and read in its
 header that they differ. A layer that needs longer messages first requests them, in a message of the present
 size. A rank without batches joins any collective with zeros.
@@ -235,7 +235,7 @@ class StatisticsGroup:
         return min(call.timeout or self.timeout, self.timeout)
 
     def _break(self, call: Call, why: str, ask: float, device: torch.device) -> SyncError:
-        """Refuse all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
+        """Reject all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
         self.broken = diagnostics.who_is_missing(self, call, why, ask)
         give_up(self.communicator, device)
         return SyncError(self.broken)

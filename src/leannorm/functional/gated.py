@@ -33,14 +33,14 @@ def gated_rms_norm(
     *,
     cast: str = "after",
 ) -> Tensor:
-    """RMS-normalize every row, and multiply by an activated gate: behind the norm, or before it.
+    """RMS-normalize every row, and multiply by an activated gate: after the norm, or before it.
 
         y = rms_norm(x) * act(gate)      or, with norm_before_gate=False,      y = rms_norm(x * act(gate))
 
     `rms_norm` is over the last axes, with weight and eps. `act` is one of <activations>. With `cast="before"`
-    the normalized value is rounded to the input's dtype before it meets the weight, as transformers'
-    `Qwen3NextRMSNormGated` (the norm before the gate) and `MambaRMSNormGated` (behind it) do; what meets the
-    gate is computed in float32 (float64 for float64) either way.
+    the normalized value is rounded to the input's dtype before it is multiplied by the weight, as in
+    transformers' `Qwen3NextRMSNormGated` (the norm before the gate) and `MambaRMSNormGated` (after it). The
+    gate is applied in float32 (float64 for float64) either way.
 
     Shapes: input (*, normalized_shape), gate and output as input, weight normalized_shape.
     Dtypes: as `layer_norm`; with `cast="before"` and the gate before the norm the output has the dtype to

@@ -150,10 +150,10 @@ def rms_norm(
         y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)
 
     E is over the normalized axes, which are those of `layer_norm`. `eps=None` is the machine epsilon of the
-    arithmetic (float64's for float64 input, else float32's). The sum with `weight_offset` is formed in the
-    arithmetic's dtype; 1.0 is Gemma's. With `cast="before"` the normalized value is rounded to the input's
-    dtype before it meets the weight, as Llama does. `mask` and `lengths` are those of `layer_norm`. All else
-    is as in `torch.nn.functional.rms_norm`.
+    arithmetic (float64's for float64 input, otherwise float32's). The sum with `weight_offset` is computed
+    in the arithmetic's dtype; Gemma uses 1.0. With `cast="before"` the normalized value is rounded to the
+    input's dtype before it is multiplied by the weight, as in Llama. `mask` and `lengths` are those of
+    `layer_norm`. Everything else is as in `torch.nn.functional.rms_norm`.
 
     Shapes: as `layer_norm`.
     Dtypes: as `layer_norm`; with `cast="before"` the output has the dtype to which torch promotes input and

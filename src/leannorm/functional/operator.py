@@ -116,7 +116,7 @@ def _checked(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     settings: _Settings,
 ) -> BatchNormOutput:
-    """`batch_norm_op` by `run`: the operator, or the function behind it."""
+    """`batch_norm_op` by `run`: the operator, or the function that it runs."""
     x, estimated_mean, estimated_var, scale, bias = tensors
     is_infer, use_global_est, epsilon, momentum, batch_id, data_layout = settings
     _checks.floating("x", x)

@@ -1,4 +1,4 @@
-"""Lightning: training steps in less memory, `sync_batchnorm=True` on any device, and a look at the norms."""
+"""Lightning: training steps in less memory, `sync_batchnorm=True` on any device, and a check of the norms."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def lean_callback(
     saved = lean(**settings)
 
     class LeanCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]
-        """Replaces `training_step` from `on_fit_start` on, until the trainer lets go of the module."""
+        """Replaces `training_step` from `on_fit_start` on, until the trainer releases the module."""
 
         def __init__(self) -> None:
             self.saved = saved

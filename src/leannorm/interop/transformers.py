@@ -1,4 +1,4 @@
-"""Hugging Face transformers: an unmodified `Trainer` trains in less memory, and looks at the norms."""
+"""Hugging Face transformers: an unmodified `Trainer` trains in less memory, and checks the norms."""
 
 from __future__ import annotations
 

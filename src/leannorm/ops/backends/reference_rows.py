@@ -111,7 +111,7 @@ class RowVerbs:
     def row_input_grad(self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows) -> Tensor:
         """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
 
-        With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
+        With ds = sum(dy*w*x), db = sum(dy*w), n values per row:
         a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
         Written here with xhat = (x - mean)*rstd instead of x, which is the same formula without the
         cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
@@ -134,7 +134,7 @@ class RowVerbs:
     def row_backward(
         self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None if unwanted, RMS has no bias)."""
+        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None unless requested; no bias for RMS)."""
         valid = kept.valid
         if valid is not None:
             dy, dtotal = of_valid(valid, dy), of_valid(valid, dtotal)

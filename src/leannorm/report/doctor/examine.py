@@ -38,11 +38,11 @@ def doctor(
     averaged: Module | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> DoctorReport:
-    """Look at every norm layer of a model, and say what is wrong, where, by which number, and what fixes it.
+    """Examine every norm layer of a model, and report what is wrong, where, a number, and what fixes it.
 
     Knows leannorm's, torch's, timm's and torchvision's layers and their subclasses, frozen batch norms, and
     layer and RMS norms of other packages by the name of their class. Nothing of the model is changed:
-    parameters, buffers, counters, modes, hooks, gradients, random numbers; also where a forward pass raises.
+    parameters, buffers, counters, modes, hooks, gradients, random numbers; even if a forward pass raises.
 
     A model in training mode is taken with the modes that its layers have. One in evaluation mode is run in
     the modes that its `train()` gives, and its layers' modes are not judged. Passes run without gradients, on

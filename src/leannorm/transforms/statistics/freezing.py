@@ -150,8 +150,8 @@ def freeze(
         model: any module; a norm layer by itself too.
         statistics: running mean, running variance and counter stay.
         affine: weight and bias stay: they no longer require a gradient, and the one that they have is
-            dropped, so that no momentum of an optimizer moves them either. `torch.optim.LBFGS`, which moves
-            all parameters along a direction of the past, must be made anew.
+            dropped, so that an optimizer's momentum does not change them either. `torch.optim.LBFGS`, which
+            moves all parameters along a past direction, must be made again.
         match: the name of a part of the model, or a function that is called with each layer's name and the
             layer. Layers outside of that part, or for which it is false, are left alone.
 

@@ -63,16 +63,16 @@ def _collecting(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
 
 @contextmanager
 def accumulate_stats(model: Module) -> Iterator[None]:
-    """Around the micro-batches of one optimizer step: running statistics move once, as by one batch of all.
+    """Around the micro-batches of one optimizer step: running statistics are updated once, as for one batch.
 
-    Towards the mean and the unbiased variance of all values that a layer saw within the context, with its
-    momentum; the counter counts one batch. Each micro-batch is normalized by its own statistics, as without
-    the context. After an error nothing moves, and neither does a layer of which one micro-batch was not
-    finite.
+    They are updated with the mean and the unbiased variance of all values that a layer got within the
+    context, with its momentum; the counter counts one batch. Each micro-batch is normalized by its own
+    statistics, as without the context. Nothing is updated after an error, nor in a layer for which one
+    micro-batch was not finite.
 
     For leannorm's batch norms, over ranks too (`SyncBatchNorm`), under DistributedDataParallel, autocast,
-    checkpointing and `torch.compile`, which compiles once more for it. Tracked instance norms go on by
-    micro-batches. No graph can be exported within it.
+    checkpointing and `torch.compile`, which compiles once more for it. Instance norms with running
+    statistics still update with every micro-batch. No graph can be exported within it.
 
     Raises: `InputError` where a batch norm in training mode is not leannorm's, and within another
     `accumulate_stats` of the same layers.

@@ -147,7 +147,7 @@ class Triton(CompiledModulated):
         super().__init__(_kernels if INTERPRETED else calls)
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """Interpreted kernels also serve CPU tensors, if the backend is `named`."""
+        """Interpreted kernels also take CPU tensors, if the backend is `named`."""
         if _UNAVAILABLE is not None:
             return [_UNAVAILABLE]
         if not tensors and not torch.cuda.is_available() and not (named and INTERPRETED):

@@ -8,8 +8,8 @@ channels at a time:
     otherwise (contiguous): it is a piece of one sample's planes, BC of them, BE long
 
 `[BC, BE]` is every tile's shape; Triton reads along the contiguous axis. V divides that axis' extent and the
-offset where every tile begins. `n // V * V` shows that to the compiler, which then loads 16 bytes at once, if V
-values are that many.
+offset where every tile begins. `n // V * V` shows that to the compiler, which then loads 16 bytes at once, if
+V values are that many.
 """
 
 from __future__ import annotations
