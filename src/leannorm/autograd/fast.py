@@ -153,8 +153,8 @@ def batch_norm(
     training: bool,
     sharing: Sharing | None = None,
 ) -> Tensor | None:
-    """By running statistics, which training moves, or that of the batch where there are none; with `sharing`
-    by the statistics of all ranks."""
+    """By running statistics, which training updates, or by the batch's if there are none; with `sharing` by
+    the statistics of all ranks."""
     backend = _serving(x)
     mean, var, _, momentum = running
     tracks = mean is not None and var is not None

@@ -83,8 +83,8 @@ if RELEASE > (2, 10):
 def checkpoint_contexts() -> tuple[Any, Any]:
     """For `torch.utils.checkpoint` within `torch.compile`: recompute everything but the sums over the ranks.
 
-    The compiler decides by itself what a backward pass recomputes, and cannot repeat a collective. Given as
-    `context_fn`, this has it keep the layers' sums, 32 bytes a channel, as eager checkpointing does.
+    The compiler decides what a backward pass recomputes, and cannot repeat a collective. Passed as
+    `context_fn`, this makes it keep the layers' sums, 32 bytes per channel, as eager checkpointing does.
 
     Raises: nothing.
 

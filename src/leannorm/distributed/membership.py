@@ -28,7 +28,7 @@ def no_sync() -> Iterator[None]:
     """Within the context, synchronized layers use this rank's own statistics and do not communicate.
 
     Every rank enters it for the same calls. A layer's backward pass communicates if its forward pass did.
-    Process-wide, as torch's own flags are.
+    The setting is process-wide, as torch's own flags are.
 
     Raises: nothing.
 

@@ -64,21 +64,21 @@ def batch_norm(
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    In training E and the biased Var are the batch's, and `running_mean` and `running_var` (unbiased) move
-    towards them by `momentum`; in evaluation they are the running ones.
+    In training E and the biased Var are the batch's, and update `running_mean` and `running_var` (unbiased)
+    by `momentum`; in evaluation they are the running ones.
 
     `mask` (True: data) or `lengths` (along the last axis) leave out padding: it is never read, E and Var are
-    of the other positions, and the output and the input's gradient are 0 there. With `fill="normalize"` the
-    output at padding is normalized too, by the same statistics.
+    over the other positions, and the output and the input's gradient are 0 at padding. With
+    `fill="normalize"` the output at padding is normalized too, by the same statistics.
 
     Shapes: input (N, C, *); weight, bias and running statistics (C,); mask (N, *) or what broadcasts to it,
-    lengths (N,); output as input, in its memory layout.
+    lengths (N,); output as input, in the same memory layout.
     Dtypes: float32, float64, bfloat16 or float16 input, any floating vectors; the output has the input's
     dtype. Elements are computed in float32 (float64 for float64), statistics in float64.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel; in evaluation the input only for
-    the weight's gradient.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel; in evaluation the input only
+    for the weight's gradient.
     Raises: `DtypeError` for a tensor that is not floating, `InputError` (a ValueError and a RuntimeError) for
-    any other argument that breaks a rule; nothing is changed then.
+    any other argument that breaks a rule, before anything is changed.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
 
     >>> import torch
@@ -126,9 +126,9 @@ def batch_norm_act(
 
     Shapes: as `batch_norm`; residual as input.
     Dtypes: as `batch_norm`; the residual may have another floating dtype.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel. With a residual and an activation
-    as many bytes again: of the output, which the next layer keeps too, or, where the derivative is not
-    computed from it, of the residual.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel. With a residual and an
+    activation also the output, which the next layer keeps too, or, if the derivative is not computed from it,
+    the residual.
     Raises, Source: as `batch_norm`.
 
     >>> import torch

@@ -78,13 +78,13 @@ def conv_batch_norm(
 
     Var is biased for "inside"; for "outside" it is unbiased in training. The backward pass runs the
     convolution a second time. Gradients equal those of the convolution and `batch_norm` run one after the
-    other, bit for bit. `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1
-    / that count. `pool` is for `leannorm.accumulate_stats`.
+    other, bit for bit. `num_batches_tracked`, if given, counts this batch; `momentum=None` weights it by 1 /
+    that count. `pool` is for `leannorm.accumulate_stats`.
 
     Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,); output (N, D,
     *).
     Dtypes: as `batch_norm`; conv_weight has the input's dtype, and autocast casts both.
-    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per output channel.
     Raises: as `batch_norm`.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 

@@ -45,9 +45,9 @@ def gated_rms_norm(
     Shapes: input (*, normalized_shape), gate and output as input, weight normalized_shape.
     Dtypes: as `layer_norm`; with `cast="before"` and the gate before the norm the output has the dtype to
     which torch promotes input and weight.
-    Kept: input and gate (8 bytes an element in float32) and 4 bytes a row (8 in float64).
-    Raises: as `layer_norm`, and `InputError` where the gate's shape is not the input's, or `act` or `cast` is
-    another word.
+    Kept: input and gate (8 bytes per element in float32) and 4 bytes per row (8 in float64).
+    Raises: as `layer_norm`, and `InputError` if the gate's shape is not the input's, or `act` or `cast` is
+    unknown.
     Source: Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
 
     >>> import torch

@@ -51,15 +51,14 @@ def group_norm(
 
     E and the biased Var are over the C / `num_groups` channels of a group and all positions, of one sample;
     weight and bias are per channel. `mask`, `lengths` and `fill` are those of `batch_norm`: E and Var are
-    then over the valid positions. A sample without one has mean and variance 0.
+    then over the valid positions. A sample without any has mean and variance 0.
 
-    Shapes: input (N, C, *), weight and bias (C,), mask and lengths as `batch_norm`; output as input, in its
-    memory layout.
+    Shapes: input (N, C, *), weight and bias (C,), mask and lengths as `batch_norm`; output as input, in the
+    same memory layout.
     Dtypes: as `batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
-    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a group
-    has one value, where a shape, `mask` or `lengths` does not fit; `DtypeError` where a tensor is not
-    floating.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per group of a sample.
+    Raises: `InputError` (a ValueError and a RuntimeError) if `num_groups` does not divide C, if a group has
+    one value, if a shape, `mask` or `lengths` does not fit; `DtypeError` if a tensor is not floating.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
     >>> import torch
@@ -96,13 +95,13 @@ def group_norm_act(
 
         y = act(group_norm(x))
 
-    `act` is one of <activations>. All else is as in `group_norm`; the default is what stands behind the group
-    norms of diffusion models.
+    `act` is one of <activations>. Everything else is as in `group_norm`; the default follows the group norms
+    of diffusion models.
 
     Shapes: as `group_norm`.
-    Dtypes: as `batch_norm`; all is rounded once, behind the activation.
-    Kept: as `group_norm`: what goes into the activation is computed again from the input.
-    Raises: as `group_norm`, and `InputError` where `act` is another word.
+    Dtypes: as `batch_norm`; the result is rounded once, after the activation.
+    Kept: as `group_norm`: the activation's input is recomputed from the input.
+    Raises: as `group_norm`, and `InputError` if `act` is unknown.
     Source: as `group_norm`.
 
     >>> import torch
@@ -191,18 +190,18 @@ def instance_norm(
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     With `use_input_stats` E and the biased Var are each sample's own, and `running_mean` and `running_var`
-    (unbiased), where given, move towards their averages over the samples by `momentum`; without, they are the
-    running ones. `mask`, `lengths` and `fill` are those of `batch_norm`; samples with fewer than two valid
-    positions do not count for the running statistics.
+    (unbiased), if given, are updated with their averages over the samples by `momentum`; otherwise they are
+    the running ones. `mask`, `lengths` and `fill` are those of `batch_norm`; samples with fewer than two
+    valid positions do not count for the running statistics.
 
     Shapes: input (N, C, *); weight, bias and running statistics (C,); mask and lengths as `batch_norm`;
-    output as input, in its memory layout.
+    output as input, in the same memory layout.
     Dtypes: as `batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample (running statistics: 16
-    bytes a channel).
-    Raises: `InputError` (a ValueError and a RuntimeError) where there is a single position, where running
-    statistics are needed and missing, where a shape does not fit; `DtypeError` where a tensor is not
-    floating; nothing is changed then.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel of a sample (running statistics:
+    16 bytes per channel).
+    Raises: `InputError` (a ValueError and a RuntimeError) for a single position, for missing running
+    statistics that are needed, and for a shape that does not fit; `DtypeError` if a tensor is not floating;
+    nothing is changed then.
     Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
 
     >>> import torch

@@ -61,23 +61,23 @@ def batch_norm_op(
     batch_id: int | Tensor | None = None,
     data_layout: str = "NCHW",
 ) -> BatchNormOutput:
-    """Batch norm as one operator: the estimates come in, and go out in the same memory.
+    """Batch norm as one operator: the estimates are inputs, and outputs in the same memory.
 
         y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias
         estimate = estimate * momentum + (1 - momentum) * statistic    in training
 
-    In the first batch, where `batch_id` is 0, each estimate becomes the batch's statistic. Without a
-    `batch_id` every batch is a later one; a tensor is read on its device. With `is_infer` the estimates stand
-    in for the batch's statistics and do not change. With `use_global_est` training moves the estimates first
-    and then normalizes by them; gradients take them as constants. Every variance here is the biased one, the
-    estimated one too.
+    For the first batch, whose `batch_id` is 0, each estimate becomes the batch's statistic. Without a
+    `batch_id` every batch is a later one; a tensor is read on its device. With `is_infer` the estimates
+    replace the batch's statistics and do not change. With `use_global_est` training updates the estimates
+    first and then normalizes by them, as constants for the gradients. Every variance here is biased,
+    including the estimate.
 
     Returns `(y, batch_mean, batch_var, saved_mean, saved_var)`; the `saved_` ones are the estimates
     themselves. `batch_mean` and `batch_var` have no gradient; in inference they are copies of the estimates.
 
     Shapes: x (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, vectors (C,); y as x.
     Dtypes: as `batch_norm`; `batch_mean` and `batch_var` have the estimates' dtype.
-    Kept: x (4 bytes an element in float32) and 16 bytes a channel.
+    Kept: x (4 bytes per element in float32) and 16 bytes per channel.
     Raises: as `batch_norm`.
     Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
 

@@ -31,9 +31,10 @@ _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outside: bool = False) -> Tensor:
-    """By the running statistics; by the input's own where there are none, as a layer without them does.
+    """Normalize by the running statistics, or by the input's own if there are none, as a layer without them
+    does.
 
-    No norm of torch has eps `outside` of the root: then it is a difference, a product and a sum.
+    None of torch's norms has eps `outside` of the root: then it is a difference, a product and a sum.
     """
     weight, bias, residual, act = epilogue
     wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)

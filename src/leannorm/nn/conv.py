@@ -191,16 +191,16 @@ class ConvBatchNorm2d(_ConvBatchNorm):
         y = (z - E[z]) / (sqrt(Var[z]) + eps) * bn.weight + bn.bias    for eps_mode="outside", Var unbiased
 
     Arguments before the star are those of `torch.nn.Conv2d` (but `bias=False` by default: the norm subtracts
-    any bias), those behind it are those of `torch.nn.BatchNorm2d`. The children `conv` and `bn` hold all
+    any bias), those after it are those of `torch.nn.BatchNorm2d`. The children `conv` and `bn` have all
     parameters and buffers, so state_dict keys are `conv.weight`, `bn.running_mean` and so on;
-    `from_pair(conv, bn)` joins two existing layers and `to_pair()` gives them back. The backward pass runs
+    `from_pair(conv, bn)` joins two existing layers and `to_pair()` returns them. The backward pass runs
     the convolution a second time. Gradients equal those of `torch.nn.Conv2d` and `leannorm.nn.BatchNorm2d`
     run one after the other, bit for bit. Double backward works.
 
     Shapes: input (N, C, H, W); the output has the convolution's shape.
     Dtypes: as `functional.conv_batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
-    Raises: as `functional.batch_norm`; `InputError` for a pair that is not joined, and where a child has a
+    Kept: the input (4 bytes per element in float32) and 16 bytes per output channel.
+    Raises: as `functional.batch_norm`; `InputError` for a pair that cannot be joined, and if a child has a
     hook.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 

@@ -26,7 +26,7 @@ class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
 
     Shapes: input (N, C, *), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per group of a sample.
     Raises: as `functional.group_norm`.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
@@ -59,7 +59,7 @@ class GroupNormAct(GroupNorm):
         layer(x) = act(group_norm(x))
 
     `act` is one of <activations>. All other arguments and the state_dict keys are those of `GroupNorm`. The
-    name is timm's; its layer has the channels first, and reads drop layers too.
+    name is timm's; its layer takes the channels first, and also a drop layer.
 
     Shapes: as `GroupNorm`.
     Dtypes: as `functional.group_norm_act`.

@@ -77,13 +77,13 @@ class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     E and the biased Var are over all positions of one channel of one sample. With `track_running_stats=True`
-    training moves `running_mean` and `running_var` (unbiased) towards the averages over the samples by
-    `momentum`, and evaluation uses them; `stats_dtype` is a dtype that they keep whatever the layer is cast
-    to. Parameters and defaults (no weight, no bias, no running statistics) are torch's.
+    training updates `running_mean` and `running_var` (unbiased) with the averages over the samples by
+    `momentum`, and evaluation uses them; they keep `stats_dtype` whatever the layer is cast to. Parameters
+    and defaults (no weight, no bias, no running statistics) are torch's.
 
     Shapes: input (N, C, L) or (C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel of a sample.
     Raises: as `functional.instance_norm`, and `InputError` for another number of axes or of channels.
     Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
 

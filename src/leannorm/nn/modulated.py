@@ -19,13 +19,13 @@ from leannorm.ops.activation import lists_activations
 
 
 class AdaLayerNorm(LayerNorm):
-    """Layer norm with a scale and a shift of each sample or token, which are given with the input.
+    """Layer norm with a scale and a shift per sample or token, which are passed with the input.
 
         layer(x, scale, shift) = layer_norm(x) * (1 + scale) + shift
 
-    It is the norm alone: the projection that makes scale and shift stays the model's own, as in DiT's
-    `modulate(norm(x), shift, scale)`. Arguments are those of `torch.nn.LayerNorm`, but by default it has no
-    weight and bias of its own, whose place scale and shift take.
+    It is only the norm: the model computes scale and shift itself, as in DiT's `modulate(norm(x), shift,
+    scale)`. Arguments are those of `torch.nn.LayerNorm`, but by default it has no weight and bias of its own,
+    since scale and shift replace them.
 
     Shapes: as `functional.ada_layer_norm`.
     Dtypes: as `functional.ada_layer_norm`.
@@ -57,7 +57,7 @@ class AdaLayerNorm(LayerNorm):
 
 
 class AdaRMSNorm(RMSNorm):
-    """RMS norm with a scale (and a shift) of each sample or token, which are given with the input.
+    """RMS norm with a scale (and a shift) per sample or token, which are passed with the input.
 
         layer(x, scale, shift) = rms_norm(x) * (1 + scale) + shift
 
@@ -91,7 +91,7 @@ class AdaRMSNorm(RMSNorm):
 
 @lists_activations
 class RMSNormGated(RMSNorm):
-    """RMS norm times an activated gate, which is given with the input.
+    """RMS norm times an activated gate, which is passed with the input.
 
         layer(x, gate) = rms_norm(x) * act(gate)      or, with norm_before_gate=False, rms_norm(x * act(gate))
 

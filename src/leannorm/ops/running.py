@@ -19,10 +19,10 @@ _frozen = False
 def no_stats_update() -> Iterator[None]:
     """Within the context, training uses the batch's statistics, and running statistics and counters stay.
 
-    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
-    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
-    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
-    it too. `torch.compile` compiles once more for it.
+    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). It applies
+    to all layers and functions of leannorm but not to torch's, so `convert` the model first. A backward pass
+    may come after the context. The setting is process-wide, as torch's own flags are, so it also applies to
+    replicas in threads. `torch.compile` compiles once more for it.
 
     Raises: nothing.
 

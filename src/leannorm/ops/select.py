@@ -32,12 +32,13 @@ def _named(name: str) -> Backend:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the context every call is served by the backend `name`, or raises; `auto` chooses again.
+    """Within the context every call uses the backend `name`, or raises; `auto` chooses again.
 
-    Process-wide, as torch's own backend flags are: do not change it from several threads at once.
+    The setting is process-wide, as torch's own backend flags are: do not change it from several threads at
+    once.
 
     Raises: `InputError` for an unknown name; within the context, `BackendUnavailableError` for a call that
-    the backend cannot serve.
+    the backend cannot compute.
 
     >>> import torch, leannorm
     >>> with leannorm.use_backend("reference"):
@@ -128,9 +129,9 @@ def _first(tensors: tuple[Tensor | None, ...]) -> Backend:
 
 
 def backends(*tensors: Tensor | None) -> dict[str, list[str]]:
-    """For every backend, in order of preference, the reasons why it cannot serve (none: it can).
+    """For every backend, in order of preference, the reasons why it cannot be used (none: it can).
 
-    With `tensors`, the reasons why it cannot serve a call on these.
+    With `tensors`, the reasons why it cannot be used for a call on these.
 
     Raises: nothing.
 

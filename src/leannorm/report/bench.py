@@ -59,7 +59,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class BenchReport(Report):
-    """What `bench` measured; true where every answer was right.
+    """What `bench` measured; true if every answer was right.
 
     >>> import leannorm
     >>> bool(leannorm.BenchReport("cpu", "float32", threads=2, timings=[]))
@@ -105,15 +105,15 @@ def bench(
     compiled: bool = False,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> BenchReport:
-    """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
+    """Time torch and every available backend, case by case; the sides alternate, times are medians.
 
-    With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
+    With `compiled` also torch's norm under `torch.compile`, correct within eight times our own budget;
     compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
-    checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
-    the device, on tensors that its cache does not hold. Freed memory is kept from then on. `progress`
+    checked on memory full of NaN, so that an element that was not written is wrong. On CUDA times are between
+    events on the device, on tensors that are not in its cache. Freed memory is kept from then on. `progress`
     is called with what is being done.
 
-    Raises: torch's `RuntimeError` for a device that is not there.
+    Raises: torch's `RuntimeError` for a device that does not exist.
 
     >>> import leannorm
     >>> from leannorm.report.bench import CASES

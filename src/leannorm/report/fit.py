@@ -44,7 +44,7 @@ class Fit(NamedTuple):
 class FitReport(Report):
     """What `fit` found in `memory` bytes; `fits[0]` is plain PyTorch.
 
-    `parameter_bytes`: what parameters, the optimizer's state and buffers take of it, whatever the batch.
+    `parameter_bytes`: the bytes of parameters, the optimizer's state and buffers, whatever the batch.
 
     >>> import torch, leannorm
     >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
@@ -148,16 +148,15 @@ def fit(
 ) -> FitReport:
     """The largest batch of samples like `sample` that trains in `memory`, by setting.
 
-    `model` is a model, which is left as it is, or a function that makes one, which then takes no memory.
+    `model` is a model, which is not changed, or a function that makes one; then the model takes no memory.
     `sample` is one sample without its batch: sizes of a float32 tensor, a tensor, a tuple of all arguments,
-    or a mapping of them by name; of tensors shapes and dtypes count.
-    `memory` is text with a unit, like "24GiB", or bytes, of which there are more than 1,000. `recompute` and
-    `budgets` are those of `profile`; "peak 0.6" and "overhead 0.1" are settings, too. Counted are parameters,
-    buffers, gradients, the optimizer's state ("sgd", "momentum", "adam" or "adamw") and what its step works
-    with, the batch and the peak of the step, with what convolutions take within themselves; not what a GPU's
-    driver, libraries and allocator take as well, for which the report's headroom is. A model in evaluation
-    mode is counted in the mode that its `train()` gives. Runs on fake tensors: no value is computed, so a
-    small machine answers for a large one.
+    or a mapping of them by name; only the shapes and dtypes of tensors count. `memory` is text with a unit,
+    like "24GiB", or a number of bytes above 1,000. `recompute` and `budgets` are those of `profile`; "peak
+    0.6" and "overhead 0.1" are settings, too. It counts parameters, buffers, gradients, the optimizer's state
+    ("sgd", "momentum", "adam" or "adamw") and the temporaries of its step, the batch and the peak of the
+    step, including convolutions' workspaces. It does not count what a GPU's driver, libraries and allocator
+    take: leave the report's headroom for them. A model in evaluation mode is counted in the mode that its
+    `train()` sets. It runs on fake tensors: no value is computed, so a small machine answers for a large one.
 
     Raises: `InputError` for an unknown optimizer or setting, a memory without a unit, and a model that needs
     values to run.

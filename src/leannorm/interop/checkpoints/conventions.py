@@ -19,7 +19,7 @@ TORCH_AXES = {"linear": "oi", "conv": "oi*", "conv_transpose": "io*"}
 
 @dataclass(frozen=True)
 class Convention:
-    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults.
+    """One framework's conventions for norm layers; `momentum` and each eps are its own defaults.
 
     >>> from leannorm import interop
     >>> keras = interop.CONVENTIONS["keras"]

@@ -134,7 +134,8 @@ class RowVerbs:
     def row_backward(
         self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None unless requested; no bias for RMS)."""
+        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None unless requested; RMS: no
+        bias)."""
         valid = kept.valid
         if valid is not None:
             dy, dtotal = of_valid(valid, dy), of_valid(valid, dtotal)

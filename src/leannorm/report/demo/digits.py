@@ -32,7 +32,7 @@ class Digits(NamedTuple):
 def load() -> Digits:
     """Scikit-learn's 1,797 digits, in a fixed split; they need no download.
 
-    Raises MissingDependencyError where scikit-learn is not installed.
+    Raises MissingDependencyError if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits

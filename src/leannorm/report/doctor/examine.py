@@ -44,31 +44,34 @@ def doctor(
     layer and RMS norms of other packages by the name of their class. Nothing of the model is changed:
     parameters, buffers, counters, modes, hooks, gradients, random numbers; even if a forward pass raises.
 
-    A model in training mode is taken with the modes that its layers have. One in evaluation mode is run in
-    the modes that its `train()` gives, and its layers' modes are not judged. Passes run without gradients, on
+    A model in training mode is examined with the modes that its layers have. One in evaluation mode is run in
+    the modes that its `train()` sets, and its layers' modes are not judged. Passes run without gradients, on
     copies of parameters and buffers.
 
     In a job of several ranks, call it on each of them with the batches that it would train on. They then
     compare settings, modes, the groups of synchronized norms, and the copies of weights and buffers, and on
-    one small backward pass the gradients of gamma and beta. All have the same findings, and what not all
-    found says on which rank. Where ranks say that something is wrong, no pass is run.
+    one small backward pass the gradients of gamma and beta. All have the same findings; a finding that not
+    all ranks have names its ranks. If ranks disagree, no pass is run.
 
     Args:
-        batches: a tensor, a mapping, or a tuple of all arguments is one batch; of a list or another iterable,
-            such as a DataLoader, the first eight are taken, and of ranks as many as all have. They should be
-            those of training. Of a tuple among several, what the model's forward must have is taken.
-        optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
-        forward: called as `forward(model, batch)`, where a batch is passed otherwise.
-        backward: of several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
+        batches: a tensor, a mapping, or a tuple of all arguments is one batch; from a list or another
+            iterable, such as a DataLoader, the first eight are used, on several ranks as many as all have.
+            They should be those of training. If a batch among several is a tuple, the entries that the
+            model's forward requires are used.
+        optimizer: one or several; needed to find weight decay on gamma and beta, and parameters in no
+            optimizer.
+        forward: called as `forward(model, batch)`, if a batch is to be passed in another way.
+        backward: on several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
             forward and backward pass, and the sums that a trainer makes after it. Without it gradients are
-            compared between ranks with equal batches, those that cut one model's work. Not between a forward
-            and its backward pass: under DistributedDataParallel it is a step.
+            compared between ranks with equal batches, which share one model's work. Do not call it between a
+            forward and its backward pass: under DistributedDataParallel it is a step.
         averaged: a model that follows this one (an `AveragedModel`, a target network, a federated server's).
-        group: the ranks with this rank's model, whole or cut; by default all. A pipeline gives its stage's.
+        group: the ranks with this rank's model, whole or sharded; by default all. In a pipeline, pass
+            the stage's.
 
-    Raises: `SyncError` on every rank where ranks have other models, one raises or dies, or does not come
-        within the group's timeout. `InputError` for no batch, for batches where lazy layers have no
-        parameters yet, and for an optimizer's step in the backward pass; and what the model's passes raise.
+    Raises: `SyncError` on every rank if ranks have other models, or one raises, dies, or does not arrive
+        within the group's timeout. `InputError` for no batch, for lazy layers without parameters, and for an
+        optimizer's step in the backward pass; and what the model's passes raise.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.9))

@@ -65,14 +65,13 @@ class LayerState:
 
 @dataclass(repr=False)
 class DoctorReport(PagedReport):
-    """What `doctor` found, most severe first; true where there is nothing.
+    """What `doctor` found, most severe first; true if nothing was found.
 
     `layers` has every norm layer in the model's order. `batches` is the number of batches that were run,
-    `waiting` of those that were given and not run, as ranks have to agree first.
-    `stopped` says why batches could not be run, where the command line has gone on without them.
-    `difference`: by how much the outputs in training and in evaluation mode differ, with dropout off in both,
-    relative to their size; None without batches. `follows` says what that means where no
-    finding explains it.
+    `waiting` of those that were given and not run, as ranks have to agree first. `stopped` says why batches
+    could not be run, if the command line has continued without them. `difference`: by how much the outputs in
+    training and in evaluation mode differ, with dropout off in both, relative to their size; None without
+    batches. `follows` says what that means if no finding explains it.
 
     >>> import torch, leannorm
     >>> report = leannorm.doctor(torch.nn.BatchNorm1d(4, momentum=0.99))

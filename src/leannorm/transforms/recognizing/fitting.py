@@ -26,9 +26,10 @@ def fit(
 ) -> Fit:
     """The norm that the layer is; `dtypes`: of its inputs; `own`: of its tensors.
 
-    It is run once more without gradients, under autocast where that is the same. `likely` is tried first.
+    It is run once more without gradients, under autocast if that makes no difference. `likely` is tried
+    first.
 
-    Raises: `UnknownFormError` where no norm of ours gives the same output and gradients.
+    Raises: `UnknownFormError` if none of our norms gives the same output and gradients.
     """
     dtype = dtypes[0]
     generator = torch.Generator().manual_seed(0)

@@ -138,18 +138,18 @@ def freeze(
     """Make norm layers use and keep their running statistics, whatever `train()` says; returns the model.
 
     For every layer with running statistics: leannorm's, torch's, timm's, torchvision's, and subclasses. Such
-    a layer is in evaluation mode until `unfreeze`, alone or in a model: `train()`, a trainer, torch's
-    `update_bn` do not change it. It is the same object of the same class with the same state_dict; copies
-    and pickles are frozen too, each by itself (a shallow copy has the same parameters). A gradient goes
-    through it to its input.
+    a layer is in evaluation mode until `unfreeze`, alone or in a model: `train()`, a trainer and torch's
+    `update_bn` do not change it. It is the same object of the same class with the same state_dict; copies and
+    pickles are frozen too, independently (a shallow copy has the same parameters). Gradients flow through it
+    to its input.
 
     Norms without running statistics (layer, group, RMS norm) are left alone. Freeze before
-    DistributedDataParallel is built, which expects a gradient of every parameter that had required one.
+    DistributedDataParallel is built, which expects a gradient for every parameter that required one.
 
     Args:
-        model: any module; a norm layer by itself too.
+        model: any module, or a single norm layer.
         statistics: running mean, running variance and counter stay.
-        affine: weight and bias stay: they no longer require a gradient, and the one that they have is
+        affine: weight and bias stay: they no longer require a gradient, and their present gradient is
             dropped, so that an optimizer's momentum does not change them either. `torch.optim.LBFGS`, which
             moves all parameters along a past direction, must be made again.
         match: the name of a part of the model, or a function that is called with each layer's name and the
@@ -157,8 +157,8 @@ def freeze(
 
     A model without such layers is named in a `UserWarning`.
 
-    Raises: `InputError` where there is nothing to freeze: neither statistics nor affine, or no layer that
-    matches; and for what is no module.
+    Raises: `InputError` if there is nothing to freeze: neither statistics nor affine, or no layer that
+    matches; and for anything that is not a module.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -225,9 +225,9 @@ def unfreeze(model: Module) -> Module:
     """Undo `freeze`: every frozen layer is in the mode that `train()` last asked for; returns the model.
 
     Parameters that required a gradient before `freeze` require one again. Layers that are not frozen are left
-    alone; a model without norm layers that could be is named in a `UserWarning`.
+    alone; a model without norm layers that could be frozen gets a `UserWarning`.
 
-    Raises: `InputError` for what is no module.
+    Raises: `InputError` for anything that is not a module.
 
     >>> import torch, leannorm
     >>> model = leannorm.freeze(torch.nn.Sequential(torch.nn.BatchNorm2d(8)))

@@ -74,7 +74,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     checkpointing and `torch.compile`, which compiles once more for it. Instance norms with running
     statistics still update with every micro-batch. No graph can be exported within it.
 
-    Raises: `InputError` where a batch norm in training mode is not leannorm's, and within another
+    Raises: `InputError` if a batch norm in training mode is not leannorm's, and within another
     `accumulate_stats` of the same layers.
 
     >>> import torch, leannorm
@@ -111,7 +111,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recalibrated:
-    """One layer: of how many batches and values a channel its statistics are now, and how far they moved.
+    """One layer: the number of batches and of values per channel behind its statistics, and their change.
 
     `mean_moved` is in standard deviations, `var_moved` a factor, each the largest of all channels.
 
@@ -129,7 +129,7 @@ class Recalibrated:
 
 @dataclass(frozen=True, repr=False)
 class RecalibrationReport(Report):
-    """What `recalibrate` moved, layer by layer, and which layers it left alone, by name with the reason.
+    """What `recalibrate` changed, layer by layer, and which layers it left alone, by name with the reason.
 
     >>> import torch, leannorm
     >>> report = leannorm.recalibrate(leannorm.nn.BatchNorm1d(4), [torch.randn(16, 4)])
@@ -166,28 +166,28 @@ def recalibrate(
     forward: Callable[[Module, Any], object] | None = None,
     process_group: dist.ProcessGroup | str | None = None,
 ) -> RecalibrationReport:
-    """Set running statistics to those of all values of all batches, of all ranks: exactly, not by averages.
+    """Set running statistics to those of all values in all batches of all ranks: exactly, not by averages.
 
-    For batch norms in training mode, of leannorm and of torch: running mean and unbiased variance are of all
-    values that the layer saw, whatever the batches' sizes, and the counter is the number of batches. Frozen
-    layers, layers in evaluation mode, instance and group norms, and all else of the model are as before, and
-    random numbers go on as if nothing had run. Each batch is normalized by its own statistics, as in
-    training. What changes a layer's input, such as dropout, is the model's: it runs in the mode that it is
-    in, without gradients, compiled code eagerly.
+    For batch norms of leannorm and torch in training mode: running mean and unbiased variance become those of
+    all values that the layer got, whatever the batches' sizes, and the counter is the number of batches.
+    Frozen layers, layers in evaluation mode, instance and group norms, and everything else in the model stay
+    as before, and random numbers continue as if nothing had run. Each batch is normalized by its own
+    statistics, as in training. The model runs in its present mode, dropout included, without gradients, and
+    compiled code eagerly.
 
     Args:
-        model: of a DistributedDataParallel the module inside is run.
-        batches: a list or another iterable, such as a DataLoader, of tensors, tuples that begin with what
-            the model's forward must have, mappings of its arguments, or anything that `forward` takes. A
-            tensor, a mapping, or a tuple of all arguments is one batch. Ranks may have different numbers of
-            them, or none. A terminal shows progress.
+        model: for a DistributedDataParallel the module inside is run.
+        batches: a list or another iterable, such as a DataLoader, of tensors, tuples that begin with the
+            entries that the model's forward requires, mappings of its arguments, or anything that `forward`
+            takes. A tensor, a mapping, or a tuple of all arguments is one batch. Ranks may have different
+            numbers of them, or none. A terminal shows progress.
         forward: `forward(model, batch)` runs the model on a batch.
-        process_group: the ranks whose batches are one set, all by default, each of which calls this.
+        process_group: the ranks whose batches are one set, by default all; each of them calls this.
 
-    Raises: `InputError` where nothing can be recalibrated: no layer in training mode, no batches, an empty
-    one, one that is no tensor, tuple or mapping without `forward`, statistics that are not finite or that the
-    buffer cannot hold; `SyncError` where another rank failed; what the model raises. The model is as it
-    was then.
+    Raises: `InputError` if nothing can be recalibrated: no layer in training mode, no batches, an empty one,
+    one that is not a tensor, tuple or mapping without `forward`, statistics that are not finite or do not fit
+    the buffer's dtype; `SyncError` if another rank failed; what the model raises. The model is unchanged
+    then.
     Source: the merge: Chan, Golub and LeVeque, 1983.
 
     >>> import torch, leannorm
