@@ -49,6 +49,8 @@ PHRASES = {
     r"dear": "expensive",
     r"for ever": "forever",
     r"whoever": "code that",
+    r"bytes an? (?:element|row|channel|position|statistic)": "bytes per",
+    r"what is no": "anything that is not",
 }
 UNREAD = {"DESIGN.md", "CHANGELOG.md", "lean.md", "language_models.md"}  # pages
 UNDER_WORK = {"saving", "planning", "head", "record"}  # packages
@@ -167,6 +169,8 @@ def remarks(path):
 
 
 SOURCES = [
+    ROOT / "setup.py",
+    *sorted((ROOT / "site").glob("*.py")),
     *(p for p in sorted(SOURCE.rglob("*.py")) if p.relative_to(SOURCE).parts[0] not in UNDER_WORK),
     *(
         p
