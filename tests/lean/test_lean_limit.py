@@ -15,6 +15,7 @@ import leannorm
 from leannorm import InputError, lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import limit as limits
+from leannorm.saving import reasons
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 10**6
@@ -30,6 +31,7 @@ TIGHT = pytest.mark.filterwarnings("ignore:leannorm. limit is out of reach")
 @pytest.fixture(autouse=True)
 def nothing_learned():
     limits._LEARNED.clear()
+    reasons._WARNED.clear()
 
 
 def with_room(megabytes):
