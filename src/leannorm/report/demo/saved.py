@@ -28,8 +28,8 @@ class Network(NamedTuple):
 
 
 NETWORKS = (
-    Network("ResNet-50", resnet50, (8, 3, 128, 128)),
-    Network("vision transformer", VisionTransformer, (4, 3, 224, 224)),
+    Network("ResNet-50", resnet50, (4, 3, 128, 128)),
+    Network("vision transformer", VisionTransformer, (2, 3, 224, 224)),
 )
 
 
