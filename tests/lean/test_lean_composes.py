@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -14,6 +15,7 @@ import torch
 from test_lean import Stock, assert_same, step
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from leannorm.report.memory import measure_step
@@ -65,6 +67,17 @@ def gradients(model, losses):
     for loss in losses:
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+@contextlib.contextmanager
+def outputs_of(model):
+    """The storages of what its layers give within, weakly."""
+    made = []
+    note = lambda _, given, y: made.append(StorageWeakRef(y.untyped_storage()))  # noqa: E731
+    handles = [layer.register_forward_hook(note) for layer in model.modules()]
+    yield made
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -275,15 +288,15 @@ class TestSameAsStock:
             gc.collect()
             gc.disable()
             try:
-                with lean(**setting) as saved:
+                with lean(**setting), outputs_of(model) as outputs:
                     x = IMAGE.clone().requires_grad_()
                     y = model(x)
                     loss = y.square().mean()
-                assert saved._ledger.alive()
+                assert not all(storage.expired() for storage in outputs)
                 if backward:
                     loss.backward()
                 del x, y, loss
-                assert not saved._ledger.alive()
+                assert all(storage.expired() for storage in outputs)
             finally:
                 gc.enable()
 

@@ -76,6 +76,7 @@ def test_what_the_programs_are_made_of():
     assert ended > 0.75 * steps
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_planted_error_of_one_bit_is_found_and_made_short(monkeypatch):
     """One bit of one element of norms that a backward pass rebuilds is off; trials see nothing of it."""
     with monkeypatch.context() as planted:

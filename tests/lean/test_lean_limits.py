@@ -316,6 +316,7 @@ def test_saves_what_the_loss_needs_too():
     assert saved.rebuilt_bytes > 0
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 def test_fake_tensors_are_counted_as_real_ones(setting):
     def counted(mode):
