@@ -14,9 +14,11 @@ from leannorm import lean
 from leannorm.saving import small
 from leannorm.saving.recorded import serves
 
-BATCH, TOKENS, HEADS, DEPTH = 2, 48, 4, 16
+BATCH, TOKENS, HEADS, DEPTH = 2, 72, 4, 16
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
-OPERATOR = "aten::_scaled_dot_product_flash_attention_for_cpu"  # as its outputs are named where it is recorded
+OPERATOR = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu"  # as its outputs are named where it is recorded
+)
 MASK = torch.rand(TOKENS, TOKENS) > 0.3
 MASK.fill_diagonal_(True)
 CALLS = {

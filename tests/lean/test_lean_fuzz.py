@@ -1,6 +1,7 @@
 """300 random programs see the same under `lean()` as under stock autograd; `make fuzz` runs 100,000.
 
 Before that, the fuzzer itself: it finds a planted error of one bit, and knows what it must not make.
+Programs of `lean()` are judged on the search here, and where operators are recorded in test_lean_recorded.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from programs.told_apart import SAME, UNSEEN
 PROGRAMS, PARTS = 300, 4
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_programs(part):
     size = PROGRAMS // PARTS
@@ -41,6 +43,7 @@ def test_operators_of_torchs_own_tests():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("name", KNOWN)
 def test_programs_that_were_wrong(name):
     assert judge(parse(KNOWN[name])).kind in ("same", *FAIRLY_REFUSED.get(name, ()))

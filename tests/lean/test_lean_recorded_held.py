@@ -273,7 +273,7 @@ def test_verify_names_the_kernel_that_is_not_the_same_twice():
         return x * (1.0 if len(calls) <= 8 else 2.0)
 
     drifts.register_autograd(lambda ctx, g: g)
-    x = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(96, 96, requires_grad=True)
     for _ in range(3):
         with lean():
             drifts(x * 1).exp().sin().sum()
