@@ -231,6 +231,7 @@ def test_a_pass_watches_once_it_had_to_ask(monkeypatch):
 
 
 @NODES_ALONE
+@pytest.mark.usefixtures("searched")
 def test_nothing_watches_behind_an_error(monkeypatch):
     monkeypatch.setattr(Edits, "wanted", True)
     p = torch.randn(8, requires_grad=True)
@@ -269,6 +270,7 @@ def test_an_edit_that_stands_in_for_a_sum_in_place(recompute, part, with_and_wit
 
 
 @NODES_ALONE
+@pytest.mark.usefixtures("searched")
 def test_where_operators_are_not_shown_nothing_is_known(monkeypatch):
     monkeypatch.setattr(Edits, "wanted", True)
     p = torch.randn(8, requires_grad=True)

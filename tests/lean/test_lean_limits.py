@@ -352,7 +352,7 @@ def test_a_weight_that_was_freed_is_told_from_one_that_is_there(make):
     if serves() and make is not wide_network:  # small weights are copied where operators are recorded
         assert all(map(torch.equal, torch.autograd.grad(loss, list(model.parameters())), stock))
         return
-    with pytest.raises(RuntimeError, match="freed .*the forward pass"):
+    with pytest.raises(RuntimeError, match=r"freed .*the forward pass"):
         loss.backward()
 
 

@@ -79,7 +79,7 @@ def test_what_has_changed_is_seen(f, setting):
 
 @pytest.mark.usefixtures("on_both")
 def test_a_weight_that_was_edited_through_data_raises():
-    """A convolution is rebuilt by its weight, which must hold what it held. Records keep copies of small ones."""
+    """A convolution is rebuilt by its weight, which must hold what it held; the log copies small ones."""
     program = Program(
         lambda m, x, other: m[2](F.silu(m[1](F.silu(m[0](x))))).square().sum(),
         after=lambda m: m[0].weight.data.mul_(2),
