@@ -10,21 +10,35 @@ TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_6
 
 .PHONY: demo test pages measured site wheel conformance faults fuzz matrix check sanitize clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* csrc/nodes/record/* src/leannorm/ops/schema.py)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
-	$(BIN)/pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,docs,interop]'
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision \
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# The requirements of extras alone: pip would build the kernels again to install them of the project
+WANTED = $(BIN)/python -c "import sys; from setuptools.compat.py310 import tomllib; \
+    extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+    print(*{one for name in sys.argv[1:] for one in extras[name]}, sep='\n')"
+
+# What the demo takes, and no more
+$(VENV)/.demo: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* csrc/nodes/record/* src/leannorm/ops/schema.py)
+	@echo "installing torch and what the demo shows: about 300 MB ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip setuptools wheel
+	@$(PIP) torch numpy
+	@echo "compiling the C++ kernels: about a minute ..."
+	@$(PIP) --no-build-isolation -e '.[demo]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	$(WANTED) dev docs interop > $(VENV)/wanted.txt
+	$(PIP) -r $(VENV)/wanted.txt
+	$(PIP) --no-deps timm torchvision \
 	    lightning lightning-utilities torchmetrics  # they would bring another torch
-	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/pip install --quiet --no-deps --force-reinstall \
-	    --retries 0 --timeout 15 -c constraints.txt --index-url $(CPU_INDEX) torchvision || true
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(PIP) --no-deps --force-reinstall \
+	    --retries 0 --timeout 15 --index-url $(CPU_INDEX) torchvision || true
 	@$(BIN)/python -c 'from leannorm.report.fitting import why_torchvision_fails as why; said = why(); \
 	    said and print(f"{said}\nUntil then transformers and timm can be imported by the commands of leannorm alone")'
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps $(TRITON)
 	touch $@
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(BIN)/leannorm demo --report demo.html --json demo.json
 
 test: $(VENV)/.ready

@@ -1,11 +1,12 @@
 """Builds the C++ kernels into `leannorm/_C.so`; the package installs without them and says why.
 
-The library holds no Python: torch's stable ABI (2.10 on) serves every Python and every later torch, so
-the wheel is tagged for the platform alone. `csrc/*_kernels.cpp` is compiled once for each instruction
-set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded.
+The library uses no Python and only torch's stable ABI (2.10 on), so one build works with every Python and
+every later torch, and the wheel is tagged for the platform alone. `csrc/*_kernels.cpp` is compiled once for
+each instruction set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded.
 
-Beside them `csrc/nodes/` becomes `leannorm/_nodes.so`, autograd nodes for small calls. Those need all of
-torch's C++ interface, and serve only the torch and the Python that they are built for; a wheel has none.
+`csrc/nodes/` is built into a second library, `leannorm/_nodes.so`: autograd nodes that make small calls fast.
+They need all of torch's C++ interface and work only with the torch and the Python that they are built for, so
+a wheel has none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from setuptools.command.build_ext import build_ext
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 INSTRUCTION_SETS = {
-    "base": ["-O1"] if X86 else [],  # there, for machines of before 2013 alone
+    "base": ["-O1"] if X86 else [],  # used on machines from before 2013 alone
     **({"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if X86 else {}),
 }
 FLAGS = [
@@ -38,13 +39,14 @@ FLAGS = [
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-Wno-psabi",  # vectors wider than the machine's never cross a call that is not inlined
-    "-w",  # the compiler warns of its own intrinsics
+    "-Wno-psabi",  # vectors wider than the machine's are never passed to a call that is not inlined
+    "-w",  # the compiler warns about its own intrinsics
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
-DRIVERS_LEVEL = ["-O2", "-ftree-vectorize"]  # they make calls, and have plain loops that become vectors
-# Vectors are written out there: as fast as -O3, in a sixth less time. Scalars that the compiler joins into
-# vectors wait for memory.
+# they make calls, and have plain loops that the compiler vectorizes
+DRIVERS_LEVEL = ["-O2", "-ftree-vectorize"]
+# Vectors are written out there: as fast as -O3, and compiled in a sixth less time. Scalars that the compiler
+# joins into vectors would wait for memory.
 KERNELS_LEVEL = ["-O2", "-fpeel-loops", "-fno-tree-slp-vectorize"]
 NODES = "csrc/nodes/nodes.cpp"
 NODE_FLAGS = ["-std=c++20", "-O1", "-finline-small-functions", "-g0", "-fPIC", "-fvisibility=hidden", "-w"]
@@ -54,7 +56,7 @@ here = Path(__file__).parent
 
 
 class Torch(NamedTuple):
-    """The torch that is built for: its folder, its release, and the commit of that."""
+    """The torch to build for: its folder, its release, and the commit of that release."""
 
     root: Path
     release: str
@@ -62,9 +64,10 @@ class Torch(NamedTuple):
 
     @classmethod
     def find(cls) -> Torch:
-        """Of the environment that is installed into, also where pip isolates the build from it.
+        """The Python to build for: that of the environment installed into, even if pip isolates the build.
 
-        pip does so by PYTHONPATH alone: the same Python that does not read it is of that environment.
+        pip isolates a build through PYTHONPATH alone, so the same Python run without it sees that
+        environment.
         """
         tell = "import torch; print(torch.__file__, torch.__version__, torch.version.git_version, sep='\\n')"
         for options in ((), ("-E",)):
@@ -79,7 +82,7 @@ class Torch(NamedTuple):
 
 
 def assigned_in(source: str) -> dict[str, ast.expr]:
-    """The right sides of a module's assignments: leannorm itself may not be importable yet."""
+    """The right-hand sides of a module's assignments; leannorm itself may not be importable yet."""
     body = ast.parse((here / source).read_text()).body
     return {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
 
@@ -89,7 +92,8 @@ class BuildError(Exception):
 
 
 class BuildKernels(build_ext):
-    """Compiles every source (kernels once an instruction set) and links them; never fails an install."""
+    """Compiles every source (kernels once per instruction set) and links them; an install never fails
+    here."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -108,7 +112,7 @@ class BuildKernels(build_ext):
             if sys.platform == "win32":
                 raise BuildError("the kernels are not built on Windows")
             super().run()
-        except Exception as error:  # whatever a compiler can do: the reference serves in its place
+        except Exception as error:  # whatever the compiler fails on: the reference backend is used instead
             message = " ".join(str(error).split())
             print(f"leannorm: installing without the C++ kernels: {message}", file=sys.stderr)
             reason.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +126,8 @@ class BuildKernels(build_ext):
         package = Path(self.get_finalized_command("build_py").get_package_dir("leannorm"))
         for file in built:
             target = package / file.name
-            target.unlink(missing_ok=True)  # a loaded library keeps its inode
+            # remove it first: a process that has loaded the library keeps the old file
+            target.unlink(missing_ok=True)
             if file.exists():
                 target.write_bytes(file.read_bytes())
 
@@ -140,7 +145,7 @@ class BuildKernels(build_ext):
             extra = DRIVERS_LEVEL
             if instructions:
                 extra = [*KERNELS_LEVEL, f"-DLEANNORM_ISA={instructions}", *INSTRUCTION_SETS[instructions]]
-            own = shlex.split(os.environ.get("CXXFLAGS", ""))  # last, so that they prevail
+            own = shlex.split(os.environ.get("CXXFLAGS", ""))  # last, so that they override the defaults
             return self.compiler.compile(
                 [source],
                 output_dir=os.path.join(self.build_temp, instructions or "common"),
@@ -193,19 +198,19 @@ class BuildKernels(build_ext):
                 extra_postargs=["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [],
                 target_lang="c++",
             )
-        except Exception as error:  # the kernels do not need them
+        except Exception as error:  # the kernels do not need the nodes
             target.unlink(missing_ok=True)
             target.with_suffix(".reason").write_text(" ".join(str(error).split()) + "\n")
 
     def _built_for(self, torch: Torch) -> str:
-        """As autograd/nodes.py says it."""
+        """The same text as autograd/nodes.py expects."""
         interface = ast.literal_eval(assigned_in("src/leannorm/autograd/nodes.py")["INTERFACE"])
         releases = torch.release, torch.commit, sysconfig.get_config_var("SOABI")
         return f"{interface} torch {' '.join(releases)} {self._schema_digest()}"
 
     @staticmethod
     def _schema_digest() -> str:
-        """Of all operators' schemas, as ops/backends/library.py computes it."""
+        """The hash of all operators' schemas, computed as in ops/backends/library.py."""
         assigned = assigned_in("src/leannorm/ops/schema.py")
         schemas = [
             schema
@@ -216,7 +221,7 @@ class BuildKernels(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python: the library is for the platform only."""
+    """One wheel for every Python: it depends on the platform only."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, system = super().get_tag()

@@ -1,9 +1,9 @@
-// The activations: one row each, in the order of the table in ops/activation.py, which says what they compute.
+// The activations: one row each, in the order of the table in ops/activation.py, which defines them.
 #pragma once
 
 namespace leannorm {
 
-// X(enumerator, name, does the output tell the derivative?)
+// X(enumerator, name, whether the output determines the derivative)
 #define LEANNORM_ACTIVATIONS(X)      \
   X(kIdentity, "identity", true)     \
   X(kRelu, "relu", true)             \

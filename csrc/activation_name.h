@@ -9,7 +9,7 @@
 
 namespace leannorm {
 
-// The activation of this name, which is freed: torch's own conversion, to std::string, forgets one in each call.
+// The activation with this name, which is freed: torch's own conversion to std::string leaks one in each call.
 inline int activation_index(StringHandle name) {
 #define LEANNORM_NAME(enumerator, name, from_output) name,
   static const char* const names[] = {LEANNORM_ACTIVATIONS(LEANNORM_NAME)};
@@ -22,7 +22,7 @@ inline int activation_index(StringHandle name) {
   STD_TORCH_CHECK(false, "leannorm: unknown activation ", text);
 }
 
-// Does the output tell the derivative?
+// Whether the output determines the derivative.
 inline bool from_output(int act) {
 #define LEANNORM_FROM_OUTPUT(enumerator, name, from_output) from_output,
   static const bool told[] = {LEANNORM_ACTIVATIONS(LEANNORM_FROM_OUTPUT)};

@@ -61,7 +61,7 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
   using S = typename Scalar<V>::type;
   const V zero{}, one = splat<V>(1);
   switch (act) {
-    case kRelu: return z <= zero ? zero : one;  // at NaN 1, as torch's
+    case kRelu: return z <= zero ? zero : one;  // 1 at NaN, as in torch
     case kLeakyRelu: return z > zero ? one : splat<V>(0.01);
     case kSilu: {
       const V s = sigmoid(z);
@@ -72,7 +72,7 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
       return S(0.5) * (1 + erf(z * S(kSqrtHalf))) + z * density;
     }
     case kGeluTanh: {
-      const V near = clamp(z, -10, 10);  // past these the slope is 0 or 1, and z * z may be infinite
+      const V near = clamp(z, -10, 10);  // beyond these the slope is 0 or 1, and z * z may be infinite
       const Tanh<V> t = tanh_of(gelu_inner(near));
       const V inner = S(kSqrtTwoOverPi) * (1 + S(3 * 0.044715) * near * near);
       return S(0.5) * (1 + t.value) + S(0.5) * near * t.rest * inner;
@@ -86,14 +86,14 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
     case kElu: return z > zero ? one : exp(z);
     case kMish: {
       const Tanh<V> t = tanh_softplus(z);
-      const V near = z > splat<V>(40) ? splat<V>(40) : z;  // the rest is small past it, but not 0
+      const V near = z > splat<V>(40) ? splat<V>(40) : z;  // beyond it the rest is small, but not 0
       return t.value + near * sigmoid(z) * t.rest;
     }
     default: return one;
   }
 }
 
-// Both from the input, where they share what is dear.
+// Both from the input, sharing what is expensive.
 template <class V> struct WithSlope { V value, slope; };
 template <class V> LEANNORM_INLINE WithSlope<V> activate_with_slope(V z, int act) {
   using S = typename Scalar<V>::type;
@@ -122,13 +122,13 @@ template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   }
 }
 
-// body(act), which the compiler knows: around a loop, so that it is asked once.
+// body(act) with an act that the compiler knows, around a loop, so that it is decided once.
 template <int kFirst = 0, class Body> LEANNORM_INLINE void with_known(int act, const Body& body) {
   if (act == kFirst) body(std::integral_constant<int, kFirst>());
   else if constexpr (kFirst + 1 < kActivations) with_known<kFirst + 1>(act, body);
 }
 
-// By a call, so that they are compiled once for many kernels.
+// As a call, so that they are compiled once for many kernels.
 template <class V> LEANNORM_ONCE V activate_by_call(V z, int act) { return activate(z, act); }
 template <class V> LEANNORM_ONCE V slope_from_input_by_call(V z, int act) { return slope_from_input(z, act); }
 template <class V> LEANNORM_ONCE V slope_from_output_by_call(V y, int act) { return slope_from_output(y, act); }

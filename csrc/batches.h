@@ -1,4 +1,4 @@
-// What one load takes from memory, as one vector or as two.
+// The elements that one load takes from memory, as one vector or as two.
 #pragma once
 
 #include "past.h"
@@ -26,8 +26,8 @@ template <class T> struct InOrder {
   LEANNORM_INLINE static void stream(T* p, Batch b) { LEANNORM_ISA::stream(p, b.of[0]); }
 };
 
-// In whatever order takes the least work. A 32-bit lane holds two bfloat16, and each is a float32 but for the
-// other: the even ones are one vector, the odd ones the next.
+// In the order that takes the least work. A 32-bit lane has two bfloat16, and each is a float32 except for the bits
+// of the other: the even ones are one vector, the odd ones the next.
 template <class T> struct AnyOrder : InOrder<T> {};
 template <> struct AnyOrder<bfloat16> {
   using Scalar = bfloat16;

@@ -1,5 +1,5 @@
-// The last cache: what LEANNORM_CACHE says, else Linux, else the processor. Not `sysconf`, which adds up the last
-// caches of a whole socket where its cores have several.
+// The last cache: from LEANNORM_CACHE, otherwise from Linux, otherwise from the processor. Not from `sysconf`, which
+// adds up the last caches of a whole socket if its cores have several.
 #include "caches.h"
 
 #include <dirent.h>
@@ -17,7 +17,7 @@
 namespace leannorm {
 namespace {
 
-// The first word of a file; empty where there is none.
+// The first word of a file; empty if there is none.
 std::string word(const std::string& path) {
   char found[4096] = "";
   if (FILE* file = std::fopen(path.c_str(), "r")) {
@@ -51,8 +51,8 @@ struct Level {
   int level;
   LastCache cache;
 };
-// Of a machine's last caches: that of the highest level, since a core without one is not where work is done; of
-// unlike ones the smallest, since threads share out the work evenly.
+// Of a machine's last caches: that of the highest level, since work is not done on a core without one; if they
+// differ, the smallest, since threads share the work evenly.
 bool stands_for_both(const Level& a, const Level& b) {
   return a.level != b.level ? a.level > b.level : a.cache.bytes < b.cache.bytes;
 }
@@ -108,7 +108,7 @@ LastCache asked(const char* processors) {
 
 const LastCache& last_cache() {
   static const LastCache found = [] {
-    // In bytes, so that a test can have either way.
+    // In bytes, so that a test can have either result.
     if (const char* bytes = std::getenv("LEANNORM_CACHE")) return LastCache{std::atoll(bytes), 0, "LEANNORM_CACHE"};
     return asked("/sys/devices/system/cpu");
   }();
@@ -120,8 +120,8 @@ int64_t streamed_traffic() {
   return traffic;
 }
 
-// For Python: bytes and processors of the last cache that the kernels go by, or of the machine that a folder
-// describes; returned is who said so, null where nobody did.
+// For Python: bytes and processors of the last cache that the kernels use, or of the machine that a folder describes.
+// Returns where the numbers came from, null if nowhere.
 extern "C" __attribute__((visibility("default"))) const char* leannorm_last_cache(const char* processors,
                                                                                   int64_t* found) {
   const LastCache cache = processors == nullptr ? last_cache() : asked(processors);

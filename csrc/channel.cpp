@@ -5,7 +5,7 @@
 namespace leannorm {
 namespace {
 
-// A compiler hands in any layout (the operator's tag in ops/schema.py); one that is not dense is copied.
+// A compiler passes any layout (the operator's tag in ops/schema.py); one that is not dense is copied.
 std::tuple<Tensor, Tensor, Tensor> channel_moments(const Tensor& given, int64_t groups, const Optional& given_mask) {
   const bool taken = given.dim() < 2 || given.is_contiguous() || Shape::channels_last(given);
   const Tensor x = taken ? given : torch::stable::contiguous(given);
@@ -48,7 +48,7 @@ template <class OfMoments> struct Forward : OfMoments {
   void second(int64_t i) { this->call.normalize(coefficients, this->set, i); }
 };
 
-// The results, and the count of valid values where there is a mask.
+// The results, and the count of valid values if there is a mask.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Optional& mask, const Optional& weight,
                                                            const Optional& bias, const Optional& residual, double eps,
                                                            int act, int64_t groups) {
@@ -126,8 +126,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   return {dx, dz};
 }
 
-// A parameter's gradient from its sums, over the samples where there are several; as float32 where the weight
-// holds no more.
+// A parameter's gradient from its sums, over the samples if there are several; as float32 if the weight is no wider.
 Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n, int64_t channels) {
   for (int64_t i = channels; i < n; i += channels)
     for (int64_t j = 0; j < channels; ++j) sums[j] += sums[i + j];
@@ -142,7 +141,7 @@ Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n
 
 // Both passes of a gradient. Between them it has the means of dz and of dz * xhat, times the weight, over each set.
 struct Backward : GradSums {
-  const Values& sizes;  // of the sets, where a mask leaves some of their values out
+  const Values& sizes;  // of the sets, if a mask leaves out some of their values
   std::vector<double> mean_dz, mean_dz_xhat;
   const bool in_result;
   std::unique_ptr<float[]> dz;
@@ -150,7 +149,7 @@ struct Backward : GradSums {
   Backward(const Call& call, const Given& given, const Values& sizes, double* sum_dz, double* sum_dz_xhat)
       : GradSums(call, given, sum_dz, sum_dz_xhat), sizes(sizes), in_result(call.keeps_in_result()),
         dz(call.keeps() ? new float[call.cut.kept_size() + kLine] : nullptr) {}
-  // From the first line of memory on. (`new` of an aligned type asks for a newer C++ library than the wheel may.)
+  // From the first cache line on. (`new` of an aligned type needs a newer C++ library than the wheel may.)
   void* kept(int64_t i) {
     if (in_result) return call.tensors.at(call.cut.chunk(set, i).offset).result;
     float* const p = dz.get();

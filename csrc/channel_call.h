@@ -1,4 +1,4 @@
-// A call of a per-channel operator: its tensors, its cut into sets, and the workers that go over them.
+// A call of a per-channel operator: its tensors, its division into sets, and the workers that go over them.
 #pragma once
 
 #include <memory>
@@ -53,14 +53,14 @@ inline int64_t count_of(const Shape& s, int64_t groups) {
   return groups > 0 ? s.c / groups * s.inner : (groups == 0 ? s.n : -groups) * s.inner;
 }
 
-// One call's tensors, its cut and its parameters: what the operators share.
+// One call's tensors, division and parameters, which all operators need.
 struct Call {
   const Shape s;
   const ElementType type;
-  const int64_t groups, count;  // count: elements of a statistic, with those that are no data
+  const int64_t groups, count;  // count: elements of a statistic, including those that are not data
   const int act;
   Cut cut;
-  std::optional<Positions> positions;  // which are data, where there is a mask
+  std::optional<Positions> positions;  // which positions are data, if there is a mask
   const Values weight, bias;
   Tensors tensors;
   bool constant = false;  // no gradient goes through the statistics
@@ -84,7 +84,7 @@ struct Call {
     tensors.dy = data(dy);
     if (from_output(act)) tensors.out = data(out);
   }
-  // dx, which may take the place of x; dz where there is one.
+  // dx, which may overwrite x; dz if there is one.
   void results(const Tensor& result, const Tensor* dz = nullptr) {
     tensors.result = mutable_data(result);
     const int64_t least = cut.columns ? kStreamedColumns : kStreamedPlanes;
@@ -94,7 +94,7 @@ struct Call {
   int64_t statistics() const { return groups > 0 ? s.n * groups : blocks() * s.c; }
   int64_t blocks() const { return groups == 0 ? 1 : groups > 0 ? s.n : s.n / -groups; }  // that have gradient sums
   SetCoefficients coefficients() const { return {type, cut, s.c, weight, bias}; }
-  // Valid values that each statistic is of, as a tensor: of all, or of every sample; none without a mask.
+  // The number of valid values behind each statistic, as a tensor: of all, or of every sample; none without a mask.
   Tensor valid_count(const Tensor& like) const {
     if (!positions) return Tensor();
     const Tensor found = groups == 0 ? new_doubles(like, {}) : new_doubles(like, {s.n, 1});
@@ -122,19 +122,19 @@ struct Call {
       else kernels().input_grad[cut.columns][type](o, block, c.at(index), act);
     });
   }
-  // Is the activation's derivative dear, so that what it makes of a set is kept between the passes?
+  // Whether the activation's derivative is so expensive that its values for a set are kept between the passes.
   bool keeps() const {
     const bool dear = type != kDouble && act != kIdentity && act != kRelu && !positions;
     return dear && cut.kept_size() <= kKept && cut.kept_size() > 0;
   }
-  // In the result, where that and what is read of the sets under way are likely to be in the last cache.
+  // Kept in the result, if that and what is read of the current sets are likely to be in the last cache.
   bool keeps_in_result() const {
     const int64_t sets = std::min<int64_t>(cut.sets, carries_whole_sets(cut, cut) ? torch::stable::get_num_threads() : cut.sets);
     const bool dear = type == kFloat && act != kIdentity && !from_output(act) && !positions;
     return cut.columns && dear && tensors.result != tensors.x &&
            3 * sets * cut.set_elements() * tensors.bytes <= last_cache().bytes;
   }
-  // The gradient sums of a set, by channel (and by sample, where the statistics are).
+  // The gradient sums of a set, by channel (and by sample, if the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
     const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
     std::fill_n(sum_dz + first, n, 0.0);
@@ -147,8 +147,8 @@ struct Call {
   }
 
  private:
-  // visit(operands, block, index, valid) for the chunk; with a mask, columns go by runs of valid rows, and the results
-  // of the others are 0; `valid` is of planes.
+  // visit(operands, block, index, valid) for the chunk; with a mask, columns go by runs of valid rows, and the
+  // results of the others are 0; `valid` is for planes.
   template <class Visit> void each_block(int64_t set, int64_t i, bool writes, void* kept, Visit visit) const {
     if (!positions) {
       const Chunk chunk = cut.chunk(set, i);
@@ -186,7 +186,7 @@ struct Given {
   }
 };
 
-// A worker (see `in_two_passes`) that has nothing to do but in the passes that it says.
+// A worker (see `in_two_passes`) that only does something in the passes that it defines.
 struct Worker {
   const Call& call;
   int64_t set = 0;
@@ -208,7 +208,7 @@ struct Moments : Worker {
   void between() { statistics.merge(partials, set); }
 };
 
-// Of the valid values.
+// Over the valid values.
 struct MaskedMoments : Worker {
   const Statistics& statistics;
   MaskedPartials partials;

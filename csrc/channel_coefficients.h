@@ -7,8 +7,8 @@
 
 namespace leannorm {
 
-// The coefficients of one set: how its statistics and the parameters of its channels become one value for
-// every channel, or for every slot of folded columns. Each thread makes those that it works with.
+// The coefficients of one set: how its statistics and the parameters of its channels become one value for every
+// channel, or for every slot of folded columns. Each thread computes those that it uses.
 class SetCoefficients {
  public:
   SetCoefficients(ElementType type, const Cut& cut, int64_t channels, const Values& weight, const Values& bias)
@@ -46,7 +46,7 @@ class SetCoefficients {
   }
 
  private:
-  // value(j) for each of the set's n channels: loops over plain arrays, for there may be few elements to a channel.
+  // value(j) for each of the set's n channels: loops over plain arrays, because a channel may have few elements.
   template <class Value> void put(int64_t row, int64_t n, Value value) {
     if (double_) fill(reinterpret_cast<double*>(values_.get()) + row * size_, n, value);
     else fill(values_.get() + row * size_, n, value);
@@ -55,7 +55,7 @@ class SetCoefficients {
     for (int64_t j = 0; j < n; ++j) to[j] = static_cast<S>(value(j));
     for (int64_t f = 1; f < cut_.fold; ++f) std::copy_n(to, n, to + f * cut_.channels());
   }
-  // The parameters of a set's channels, where they lie or in `to`: again for every sample that the set has.
+  // The parameters of a set's channels, in place or in `to`: repeated for every sample of the set.
   const double* parameters(int64_t set, const Values& of, double* to, double missing) const {
     const int64_t n = cut_.channels(set);
     if (n <= channels_) return of.read(cut_.first_channel(set) % channels_, n, to, missing);

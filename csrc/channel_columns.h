@@ -1,5 +1,5 @@
-// Columns: rows of channels side by side, each lane with its own statistic. Rows are read in the order in
-// which they lie in memory.
+// Columns: rows of channels next to each other, each lane with its own statistic. Rows are read in the order of
+// memory.
 #pragma once
 
 #include <type_traits>
@@ -10,10 +10,10 @@ namespace leannorm::LEANNORM_ISA {
 
 constexpr int64_t kPage = 4096, kBehind = 8192;  // bytes
 
-// visit(rows, element, column, lanes, whole) for every vector of every row, where `rows` rows are taken at
-// once. The machine fetches ahead within a page: of rows as long as that many are read abreast, and their
-// coefficients are loaded once for all; shorter rows are best read few at a time. Their number is known to the
-// compiler, but at the end of a row, in a last row alone and where any activation is computed: there one body is enough.
+// visit(rows, element, column, lanes, whole) for every vector of every row, where `rows` rows are read at once. The
+// machine prefetches within a page: many rows as long as that are read abreast, and their coefficients are loaded
+// once for all; shorter rows are best read few at a time. The compiler knows their number, except at the end of a
+// row, in a single last row and in the form for any activation, where one body is enough.
 template <class T, Form form, int Many, class Visit>
 LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
   constexpr int W = Element<T>::W, kFew = 2;
@@ -37,15 +37,15 @@ LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
   }
 }
 
-// How far ahead to fetch what is read besides coefficients, which keep the machine from seeing that it lies in
-// one piece; the shortest rows it sees through.
+// How far ahead to prefetch. Reads of coefficients in between keep the machine from recognizing rows as one piece of
+// memory, except for the shortest ones.
 template <class T> LEANNORM_INLINE int64_t fetch_ahead(Block block) {
   const int64_t bytes = block.stride * int64_t(sizeof(T));
   return bytes > 256 && bytes < kPage ? kBehind / int64_t(sizeof(T)) : 0;
 }
 
-// So many columns at a time, whose sums and coefficients stay in the nearest cache: of short planes whole ones, that
-// begin with a line of memory where the first does.
+// This many columns at a time, whose sums and coefficients stay in the nearest cache: whole short planes, which begin
+// at a cache line if the first does.
 constexpr int64_t kTile = 1024;
 inline int64_t tile_of(Block block) {
   if (block.each == 1) return kTile;
@@ -53,9 +53,9 @@ inline int64_t tile_of(Block block) {
   return planes / step * step * block.each;
 }
 
-// To every column its statistic's value, of `rows` rows of such values. As many neighbouring planes as a vector has
-// lanes are as many vectors as a plane has elements, and a lane of one of them belongs to the same of these planes
-// in every row: which one is looked up in `planes`, where the machine can pick lanes by a vector.
+// Gives every column its statistic's value, from `rows` rows of such values. A vector's number of neighbouring planes
+// covers as many vectors as a plane has elements, and a lane of one of them belongs to the same of these planes in
+// every row: which one is looked up in `planes`, if the machine can pick lanes by a vector.
 template <class V> struct Spread {
   using S = typename Scalar<V>::type;
   static constexpr int W = lanes<V>;
@@ -69,7 +69,7 @@ template <class V> struct Spread {
       int32_t plane = 0;
       for (int64_t at = 0; at < size; at += each, ++plane)
         for (int64_t j = at; j < at + each && j < size; j += W) {
-          const I same = I{} + plane;  // the next plane stands on the rest
+          const I same = I{} + plane;  // the next plane starts in the rest
           std::memcpy(planes + j, &same, sizeof same);
         }
     }
@@ -90,7 +90,7 @@ template <class V> struct Spread {
 };
 
 // visit(block, element, coefficients) for all columns, or for those of each tile of short planes. Of the seven
-// coefficients those are spread that `used` has a bit for.
+// coefficients those with a bit in `used` are spread.
 constexpr unsigned kCentre = 0b11, kApply = 0b1111, kInput = 0b1110111;
 LEANNORM_INLINE constexpr unsigned used_by(Form form) { return form == kPlain || form == kReluFromOutput ? kCentre : kApply; }
 template <class V, class Visit>
@@ -164,9 +164,9 @@ LEANNORM_ONCE void add_tile(const typename Scalar<V>::type* part_first, const ty
   }
 }
 
-// Adds two sums of every column, in the compute type for kTileRows rows and in float64 from there on;
-// begin(column, tile) comes before the columns of a tile, add(run, rows, element, column, column of the tile, lanes,
-// whole) adds a vector of `rows` rows.
+// Adds two sums of every column, in the compute type for kTileRows rows and in float64 from there on; begin(column,
+// tile) precedes the columns of a tile, add(run, rows, element, column, column of the tile, lanes, whole) adds a
+// vector of `rows` rows.
 constexpr int64_t kTileRows = 32;
 template <class T, Form form, class Begin, class Add>
 LEANNORM_INLINE void column_sums(Block block, double* first, double* second, Begin begin, Add add) {
@@ -267,11 +267,11 @@ void column_wide_moments(const void* base, Block block, const double* shift, dou
   }
 }
 
-// So many rows are computed before the first of them is written: rows lie some pages apart, and a machine that compares
-// the lower bits of addresses alone takes the next row for what it has just written.
+// This many rows are computed before the first of them is written: rows are some pages apart, and a machine that
+// compares only the lower bits of addresses takes the next row for what it has just written.
 constexpr int kAbreast = 4;
 
-// May the results of a block be written past the caches?
+// Whether the results of a block may be written past the caches.
 template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at, Block block) {
   return writes_past<T>(o, at) && block.stride * sizeof(T) % 64 == 0;
 }
@@ -306,7 +306,7 @@ void column_normalize(Operands o, Block block, Coefficients coefficients, int ac
         }
       });
     };
-    // There is so little to do for each vector that even to ask how it is written would be felt.
+    // There is so little work per vector that even a test of how it is written would show.
     const bool past = writes_past<T>(o, first, block);
     if constexpr (form == kAny) normalize(past);
     else if (past) normalize(std::true_type());

@@ -1,4 +1,4 @@
-// What happens to one vector of elements, for planes and columns alike.
+// The computation on one vector of elements, for planes and columns alike.
 #pragma once
 
 #include <type_traits>
@@ -10,9 +10,9 @@
 
 namespace leannorm::LEANNORM_ISA {
 
-// The coefficients of a vector: the same for all lanes (a plane) or one a lane (columns).
+// The coefficients of a vector: the same for all lanes (a plane) or one per lane (columns).
 template <class V> struct Affine {
-  V mean, mean_rest, scale, bias;  // the mean in two parts: a large one loses nothing
+  V mean, mean_rest, scale, bias;  // the mean in two parts, so that a large one loses no digits
 
   LEANNORM_INLINE V centre(V x) const { return (x - mean) - mean_rest; }
   LEANNORM_INLINE V apply(V centred) const { return fma(centred, scale, bias); }
@@ -26,9 +26,10 @@ template <class V> struct Backward : Affine<V> {
   }
 };
 
-// Splits the work at compile time by what is common, at run time by what is rare; kCommon is identity and relu, kQuick
-// what takes as few steps (forward alone), each told apart at run time. float64 has one form for all, and so has every
-// type on processors of before 2013: kAny, where the other activations are calls, so that they are compiled once.
+// Splits the work at compile time by what is common, at run time by what is rare; kCommon is identity and relu,
+// kQuick the activations of few steps (forward only), each selected at run time. float64 has one form for all, and so
+// has every type on processors from before 2013: kAny, in which the other activations are calls, so that they are
+// compiled once.
 enum Form { kPlain, kReluFromInput, kReluFromOutput, kCommon, kQuick, kAny };
 #if defined(__x86_64__) && !defined(__AVX2__)
 template <class T> constexpr bool kManyForms = false;
@@ -47,7 +48,7 @@ LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
 }
 
-// body(0) to body(n - 1); side by side in the code where n is a Constant.
+// body(0) to body(n - 1); unrolled if n is a Constant.
 template <int N> using Constant = std::integral_constant<int, N>;
 template <class Number, class Body> LEANNORM_INLINE void each_of(Number n, Body body) {
   if constexpr (std::is_same_v<Number, int>) {
@@ -59,8 +60,8 @@ template <class Number, class Body> LEANNORM_INLINE void each_of(Number n, Body 
   }
 }
 
-// Operands at one place, and a batch of elements there (`InOrder` or `AnyOrder`): `n` of them if that is less than
-// a whole one.
+// Operands at one place, and a batch of elements there (`InOrder` or `AnyOrder`): `n` of them if that is less than a
+// whole batch.
 template <class E> struct Place {
   using T = typename E::Scalar;
   using V = typename E::V;
@@ -85,7 +86,7 @@ template <class E> struct Place {
   }
 };
 
-// Of the quick ones: the others are not compiled here.
+// Only the quick ones: the others are not compiled here.
 template <int kFirst = 0, class V> LEANNORM_INLINE V activate_quickly(V z, int act) {
   if constexpr (kFirst == kActivations) return z;
   else {
@@ -103,10 +104,10 @@ template <Form form, class V> LEANNORM_INLINE V activated(V z, int act) {
   } else if constexpr (kManyForms<typename Scalar<V>::type>) return activate(z, act);
   else return act == kIdentity ? z : act == kRelu ? activate(z, kRelu) : activate_by_call(z, act);
 }
-// dz, from the activation's input or output; not of identity.
+// dz, from the activation's input or output; not for identity.
 template <Form form, bool FromOutput, class V> LEANNORM_INLINE V through_activation(V dy, V v, int act) {
   constexpr bool by_call = !kManyForms<typename Scalar<V>::type>;
-  if (form != kAny || (by_call && act == kRelu)) return v <= V{} ? V{} : dy;  // at NaN as torch's
+  if (form != kAny || (by_call && act == kRelu)) return v <= V{} ? V{} : dy;  // as torch at NaN
   if constexpr (FromOutput) return dy * (by_call ? slope_from_output_by_call(v, act) : slope_from_output(v, act));
   else return dy * (by_call ? slope_from_input_by_call(v, act) : slope_from_input(v, act));
 }
@@ -130,19 +131,19 @@ LEANNORM_INLINE auto normalized(Place<E> place, int64_t n, int64_t ahead, const 
   return z;
 }
 
-// Where the next line of the result begins, if results are written past the caches; the end, if that comes before.
-// Vectors of which dz is kept are not cut anew: there the line of the first is what counts.
+// Where the next cache line of the result begins, if results are written past the caches, but at most the end.
+// Vectors whose dz is kept are not divided again: there the line of the first one counts.
 template <class T> LEANNORM_INLINE int64_t first_line(const Operands& o, int64_t at, int64_t end) {
   const int64_t before = -(reinterpret_cast<uintptr_t>(o.result) / sizeof(T) + at) % (64 / sizeof(T));
   return !o.past || o.kept != nullptr ? at : at + before < end ? at + before : end;
 }
-// May results be written past the caches, from this element on?
+// Whether results may be written past the caches, from this element on.
 template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at) {
   const auto address = [at](void* p) { return reinterpret_cast<uintptr_t>(p) + at * sizeof(T); };
   return o.past && address(o.result) % 64 == 0 && (o.dz == nullptr || address(o.dz) % 64 == 0);
 }
 
-// dz, and x - mean with it. Lanes past the end hold dz = 0.
+// dz, and with it x - mean. Lanes past the end have dz = 0.
 template <class V> struct Gradient { V dz, centred; };
 
 template <class E, Form form, bool Whole>
@@ -178,8 +179,9 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
   return result;
 }
 
-// What the gradient's two passes fetch. Where they share it and the first computes long, it fetches everything, even
-// the lines that the second is going to write; else the first fetches x alone, for the second has to write.
+// What the gradient's two passes prefetch. If they share it and the first computes for long, it prefetches
+// everything, even the lines that the second is going to write; otherwise the first prefetches only x, because the
+// second has to write.
 template <Form form, class E> LEANNORM_INLINE void fetch_for_sums(Place<E> place, const Block& block) {
   const Operands& o = place.o;
   const int64_t next = block.shared ? block.ahead : block.next;
@@ -220,8 +222,8 @@ LEANNORM_INLINE auto input_grads(Place<E> place, int64_t n, const Backward<typen
   return result;
 }
 
-// Two sums of one run of at most kRun vectors, in the compute type: few enough terms that what float32
-// rounds off stays below the rounding of the result.
+// Two sums of one run of at most kRun vectors, in the compute type: few enough terms that float32's rounding stays
+// below the rounding of the result.
 constexpr int kRun = 8;
 template <class V> struct Run {
   V first{}, second{};

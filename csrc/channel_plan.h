@@ -1,6 +1,6 @@
-// How a dense tensor (N, C, *) is cut: into sets that share statistics, and each set into chunks that are
-// summed alone and merged in order. The cut depends on the shape only, never on the number of threads,
-// and so do the results.
+// How a dense tensor (N, C, *) is divided: into sets that share statistics, and each set into chunks that are summed
+// separately and merged in order. The division depends on the shape only, never on the number of threads, and so do
+// the results.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace leannorm {
 
 struct Shape {
   int64_t n, c, inner;
-  int columns;  // 1: channels lie next to each other in memory (channels_last, or nothing behind them)
+  int columns;  // 1: channels are next to each other in memory (channels_last, or no further axes)
 
   // groups: 0 for statistics of the whole batch, G of each sample's G groups of channels, -B of every B samples.
   Shape(const Tensor& x, int64_t groups) : n(x.size(0)), c(x.size(1)), inner(1), columns(0) {
@@ -28,7 +28,7 @@ struct Shape {
   }
   int64_t numel() const { return n * c * inner; }
 
-  // Is `other` laid out as this tensor is?
+  // Whether `other` has the layout of this tensor.
   bool same(const Tensor& other) const {
     return numel() == 0 || (columns && inner > 1 ? channels_last(other) : other.is_contiguous());
   }
@@ -53,45 +53,46 @@ struct Chunk { int64_t offset; Block block; int64_t index; };
 
 // At most this many elements are summed before the sums are merged.
 constexpr int64_t kChunk = 16384;
-// Sets larger than this are not fetched ahead: they would push each other out of the cache.
+// Sets larger than this are not prefetched: they would evict each other from the cache.
 constexpr int64_t kAhead = 1 << 16;
-// Planes of such a set are not fetched from further away than this.
+// Planes of such a set are not prefetched from further away than this.
 constexpr int64_t kFar = 1 << 12;
-// Neighbouring channels are taken together up to so many elements, if that leaves so many sets. Planes as short as
-// this are columns, longer ones where a tensor of so many elements comes from memory; so many samples are summed at
-// once at least, and so many are read abreast.
+// Neighbouring channels are taken together up to kGathered elements, if that leaves kFewestSets sets. Planes up to
+// kShort are columns, up to kShortOfLarge if a tensor of kLarge elements comes from memory; at least kFewestSamples
+// samples are summed at once, and at least kAbreast are read abreast.
 constexpr int64_t kGathered = 1 << 14, kFewestSets = 16, kShort = 128, kShortOfLarge = 256, kLarge = 1 << 20;
 constexpr int64_t kFewestSamples = 32, kAbreast = 8, kLine = 16;
-// Neighbouring groups of a sample, or of several, are a set up to so many elements: a set of its own costs as much as
-// some hundreds of them.
+// Neighbouring groups of a sample, or of several, are one set up to this many elements: a set costs as much as some
+// hundreds of elements.
 constexpr int64_t kTogether = 1 << 12;
-// Of a set of up to so many elements dz stays between the two passes of the gradient.
+// For a set of up to kKept elements dz is kept between the two passes of the gradient.
 constexpr int64_t kKept = 1 << 16, kPair = 32;  // the lanes of two vectors, at most
-// Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
-// a chunk costs as much as some rows, by fours, so that few threads get equal shares.
+// Columns: narrower rows are folded; a matrix is divided into chunks of at least about kFewestRows rows, since
+// merging a chunk costs as much as some rows, in multiples of four, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
-// Of no more rows than that, neighbouring columns of so many elements are a set, if that makes two at least: what one
-// pass read, and what is known of the channels, is still near for the next. Fewer columns would be too short pieces.
+// With no more rows than that, neighbouring columns of this many elements are a set, if that makes at least two: what
+// one pass read, and the channels' coefficients, are still close for the next. Fewer columns would be too short
+// pieces.
 constexpr int64_t kColumns = 1 << 15;
 
 struct Cut {
   int64_t sets = 0, chunks = 0;  // chunks of each set
   int64_t slots = 1;             // sums of a chunk, at most
-  int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
-  int64_t step = 0;              // planes: 1 where each has its own coefficients
+  int64_t fold = 1;              // columns: rows taken as one, if there are few channels
+  int64_t step = 0;              // planes: 1 if each has its own coefficients
   int64_t each = 1;              // columns that share a statistic: the elements of a short plane
   int64_t last = 0;              // planes: the statistics of a block's last set, which may be fewer
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
-  bool alone = false;  // one pass: no second follows, or no first comes before, that would fetch of the next set
+  bool alone = false;  // one pass: none follows, or none came before, that would prefetch the next set
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
   int64_t planes = 0, stride = 0, length = 0, set_stride = 0, per_chunk = 1, segments = 1;
   // Columns: `rows` rows of `width` columns, and the rest of a last row.
   int64_t rows = 0, width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
 
-  // Of several blocks of samples: the sets of each, and where the next begins.
+  // With several blocks of samples: the sets of each, and where the next begins.
   int64_t block_sets = 1, block_stride = 0;
 
   int64_t start_of(int64_t set) const {
@@ -121,7 +122,7 @@ struct Cut {
   }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length * (step == 0 ? statistics : 1); }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
-  // Planes: where dz of a chunk is kept, and the room for all, in elements of whole vectors.
+  // Planes: where dz of a chunk is kept, and the space for all, in elements of whole vectors.
   int64_t kept_at(int64_t i) const {
     return segments > 1 ? i * kChunk : i * per_chunk * (step == 0 ? statistics : 1) * kept_plane();
   }
@@ -155,7 +156,7 @@ struct Cut {
     }
   }
 
-  // visit(slot, statistic) for the first n slots of a set: its channels, again for every row that is folded.
+  // visit(slot, statistic) for the first n slots of a set: its channels, repeated for every row that is folded.
   template <class Visit> void each_slot(int64_t n, Visit visit) const {
     for (int64_t at = 0; at < n; at += channels())
       each_channel(std::min(channels(), n - at), [&](int64_t j, int64_t i) { visit(at + j, i); });
@@ -174,8 +175,8 @@ struct Cut {
     cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
     return cut;
   }
-  // So many neighbouring channels a set, or a few more or less: fewer where that makes too few sets. The bits do not
-  // depend on it.
+  // This many neighbouring channels per set, or a few more or less: fewer if there would be too few sets. The bits do
+  // not depend on it.
   void gather(int64_t channels, int64_t step, int64_t elements) {
     const int64_t steps = (channels + step - 1) / step, most = std::max<int64_t>(1, steps / kFewestSets);
     const int64_t fit = kGathered / std::max<int64_t>(1, step * elements);
@@ -184,7 +185,8 @@ struct Cut {
     last = channels - (sets - 1) * statistics;
     set_stride *= statistics;
   }
-  // Every sample's groups, each of so many planes of `length` elements, side by side; short ones several to a set.
+  // Every sample's groups, each of this many planes of `length` elements, next to each other; short ones several to a
+  // set.
   static Cut of_groups(int64_t samples, int64_t groups, int64_t planes, int64_t length, int64_t step) {
     const int64_t group = planes * length, sample = groups * group;
     Cut cut = of_planes(samples * groups, planes, length, length, group, step);
@@ -214,7 +216,7 @@ struct Cut {
       return cut;
     }
     cut.columns = true;
-    int64_t step = kLine;  // so many planes begin with a line of memory again
+    int64_t step = kLine;  // after this many planes one begins at a cache line again
     while (step > 1 && step / 2 * length % kLine == 0) step /= 2;
     cut.gather(channels, step, samples * length);
     cut.each = length, cut.rows = samples, cut.width = cut.set_stride;
@@ -254,7 +256,7 @@ struct Cut {
   }
 };
 
-// The cut into channels: what normalizing and the gradient sums walk over.
+// The division into channels, which normalizing and the gradient sums use.
 inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (groups < 0) {  // every block of samples as a batch
     Shape block = s;
@@ -270,25 +272,25 @@ inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (groups == 0) return Cut::of_batch(s.n, s.c, s.inner);
   return Cut::of_groups(s.n, groups, s.c / groups, s.inner, 1);
 }
-// The cut into statistics: the moments of a contiguous group are those of one long plane.
+// The division into statistics: the moments of a contiguous group are those of one long plane.
 inline Cut moments_cut(const Shape& s, int64_t groups) {
   if (s.columns || groups <= 0) return channel_cut(s, groups);
   return Cut::of_groups(s.n, groups, 1, s.c / groups * s.inner, 0);
 }
 
-// How many pieces of work of so many elements a thread should have at least.
+// How many pieces of work of this many elements each thread should have at least.
 constexpr int64_t kGrain = 32768;
 inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
 
-// Are there sets enough, or is each one piece, so that one thread carries it through both passes?
+// Whether there are sets enough, or each is one piece, so that one thread takes it through both passes.
 inline bool carries_whole_sets(const Cut& first, const Cut& second) {
   return first.sets >= 4 * int64_t(torch::stable::get_num_threads()) || first.sets * first.set_elements() <= kGrain ||
          std::max(first.chunks, second.chunks) <= 1;
 }
 
-// A worker holds what is known of one set: begin(set), then first(i) for every chunk, between() once they are
-// done, second(i) for every chunk after that, last chunks first since those are still in the cache. A set that one thread
-// carries through is in its cache, and so is what is known of it.
+// A worker has the state of one set: begin(set), then first(i) for every chunk, between() once they are done,
+// second(i) for every chunk after that, last chunks first since those are still in the cache. A set that one thread
+// takes through both passes is in its cache, and so is its state.
 template <class Make> void in_two_passes(const Cut& first_cut, const Cut& second_cut, Make make) {
   const int64_t sets = first_cut.sets, set_size = first_cut.set_elements();
   if (carries_whole_sets(first_cut, second_cut)) {

@@ -24,9 +24,9 @@ template <class V, int N> LEANNORM_INLINE void take(Sums<V>& sum, Several<Run<V>
   for (Run<V>& run : runs.of) sum.take(run);
 }
 
-// take(i, n, whole) for every batch of a plane of `length` elements from element i on, n of its elements; done() after
-// every kRun of them at most, where they stand side by side in the code unless any activation is computed in each.
-// `pending` are taken and not done yet.
+// take(i, n, whole) for every batch of a plane of `length` elements from element i on, n of its elements; done()
+// after at most every kRun of them, which are unrolled unless any activation is computed in each. `pending` batches
+// are taken and not done yet.
 template <int W, Form form, class Take, class Done>
 LEANNORM_INLINE void each_run(int64_t i, int64_t length, int64_t& pending, Take take, Done done) {
   const int64_t whole_runs = length / (kRun * W), rest = (length + W - 1) / W - whole_runs * kRun, end = i + length;
@@ -44,7 +44,7 @@ LEANNORM_INLINE void each_run(int64_t i, int64_t length, int64_t& pending, Take 
   for (; i + W <= end; i += W) take(i, W, std::true_type());
   if (i < end) take(i, end - i, std::false_type());
 }
-// The same for planes that follow each other.
+// The same for consecutive planes.
 template <int W, Form form, class Take, class Done>
 LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take take, Done done) {
   int64_t pending = 0;
@@ -69,7 +69,7 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
     each_run<E::W, kPlain>(
         start, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-          // Lanes past the end hold the shift, which adds nothing.
+          // Lanes past the end have the shift, which adds nothing.
           typename E::Batch b;
           if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
           if constexpr (whole) b = E::load(x + i);
@@ -82,8 +82,7 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
   });
 }
 
-// The same in float64 throughout, for values of which float32 cannot hold the squares or the shift is far
-// from the mean.
+// The same in float64 throughout, for values whose squares float32 cannot represent, or a shift far from the mean.
 template <class T>
 void plane_wide_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = Element<T>;
@@ -91,7 +90,7 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   const T* x = static_cast<const T*>(base);
   Sums<V> sum;
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
-    const V k = splat<V>(shift[s]);  // an element, so exact
+    const V k = splat<V>(shift[s]);  // per element, so exact
     const Wide<V> wide_k = splat_wide<V>(shift[s]);
     each_run<E::W, kPlain>(
         start, planes, block,
@@ -104,8 +103,9 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   });
 }
 
-// begin(statistic) before its planes and take(i, n, whole, past) for every batch of them, n of its elements: where
-// results are written past the caches from the first line on, and up to there as any.
+// begin(statistic) before its planes and take(i, n, whole, past) for every batch of them, n of its elements. If
+// results are written past the caches, this starts at the first cache line, and the elements before it are written
+// normally.
 template <class E, class Begin, class Take>
 LEANNORM_INLINE void each_written(const Operands& o, Block block, Begin begin, Take take) {
   using T = typename E::Scalar;
@@ -154,7 +154,7 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   }
 }
 
-// dz of a chunk, a vector for every one that is taken: what the sums left for the input's gradient.
+// dz of a chunk, one vector per batch: the sums leave it for the input's gradient.
 template <class V> struct Kept {
   V* at;
 

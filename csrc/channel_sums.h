@@ -1,4 +1,4 @@
-// The two kinds of sums of a set, held for each chunk until they are merged in order.
+// The two kinds of sums of a set, kept for each chunk until they are merged in order.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 
 namespace leannorm {
 
-// a + b, rounded, into a; what rounding left of it (Knuth's two-sum).
+// Writes a + b, rounded, into a; returns the rounding error (Knuth's two-sum).
 inline double add_rounded(double& a, double b) {
   const double sum = a + b, of_b = sum - a, left = (a - (sum - of_b)) + (b - of_b);
   a = sum;
   return left;
 }
 
-// What rounding has made negative is 0; NaN stays, which std::fmax would make 0.
+// 0 if rounding has made it negative; NaN stays, which std::fmax would make 0.
 inline double not_negative(double square) { return square < 0 ? 0.0 : square; }
 
 // How many statistics a block has.
@@ -25,9 +25,9 @@ inline int64_t statistics_of(const Cut& cut, const Block& block) {
   return cut.columns ? block.length / block.each : block.statistics;
 }
 
-// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of
-// float64 input also what rounding left of the means: they are subtracted from each other, and no type is wider.
-// Where a value is NaN, so are both; where one is infinite, the mean is that infinity and the other sum NaN.
+// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. For float64
+// input also the rounding errors of the means: these are subtracted from each other, and no type is wider. If a value
+// is NaN, so are both; if one is infinite, the mean is that infinity and the other sum NaN.
 class MomentPartials {
  public:
   MomentPartials(const Cut& cut, const Tensor& x)
@@ -39,7 +39,7 @@ class MomentPartials {
     add(kernels, chunk.block, x_ + chunk.offset * element_size(type_), mean_at(i));
   }
 
-  // Those of a whole set: a slot is of `count` elements, the first `with_tail` of one more; `left` may be null.
+  // The moments of a whole set: a slot has `count` elements, the first `with_tail` one more; `left` may be null.
   struct Merged {
     int64_t slots, count, with_tail;
     const double *mean, *m2, *left;
@@ -70,7 +70,7 @@ class MomentPartials {
   }
 
  private:
-  // Of a block: its means, and behind them the other sums.
+  // Of a block: its means, followed by the other sums.
   void add(const ChannelKernels& kernels, const Block& block, const char* x, double* mean) const {
     if (cut_.columns && count_of(block) == 1) return take_row(x, statistics_of(cut_, block), mean);
     if (type_ == kDouble) return add_wide(kernels, block, x, mean);
@@ -78,7 +78,7 @@ class MomentPartials {
     const int64_t missed = add_fast(kernels, block, x, mean, alone ? 2 : 1);
     if (missed == 0) return;
     if (alone) return add_wide(kernels, block, x, mean);
-    // Each statistic for itself, so that its bits do not depend on its neighbours.
+    // Each statistic separately, so that its bits do not depend on its neighbours.
     Block one = block;
     one.statistics = 1;
     const double* const fits = mean + 2 * size_;
@@ -86,8 +86,8 @@ class MomentPartials {
       if (fits[j] == 0) add(kernels, one, x + j * block.length * element_size(type_), mean + j);
   }
 
-  // Differences from one of the values, in float64; float64 input, which has no wider type to be summed in, goes once
-  // more with the differences from the mean.
+  // Differences from one of the values, in float64. float64 input, which has no wider type to be summed in, is summed
+  // once more with the differences from the mean.
   void add_wide(const ChannelKernels& kernels, const Block& block, const char* x, double* mean) const {
     const int64_t slots = statistics_of(cut_, block), count = count_of(block);
     double *const m2 = mean + size_, *const sum = m2 + size_;
@@ -107,10 +107,10 @@ class MomentPartials {
     }
   }
 
-  // In float32, with differences from a first guess of the mean, and once more with those from the mean where the
-  // guess was far from it (by more than two standard deviations), if there may be so many guesses. How many statistics
-  // do not fit: those whose squares leave the range of float32, and those far from the last guess; where the sums
-  // stood is 1 for the others.
+  // In float32, with differences from a first guess of the mean, and once more with those from the mean if the guess
+  // was far from it (by more than two standard deviations), as long as there are guesses left. Returns how many
+  // statistics do not fit: those whose squares leave the range of float32, and those far from the last guess; the
+  // sums of the others become 1.
   int64_t add_fast(const ChannelKernels& kernels, const Block& block, const char* x, double* mean, int guesses) const {
     const int64_t slots = statistics_of(cut_, block), count = count_of(block);
     double *const m2 = mean + size_, *const sum = m2 + size_;
@@ -145,7 +145,7 @@ class MomentPartials {
         constant += zero;
         sum[j] = double((ranges & nears) + 2 * zero);
       }
-      // One value, as behind a ReLU, or values that differ by less than 4e-23 and whose variance no eps would show.
+      // One value, as after a ReLU, or values that differ by less than 4e-23, whose variance no eps would show.
       for (int64_t j = 0; constant > 0 && j < slots; ++j) {
         if (sum[j] != 2) continue;
         const int64_t is_first = mean[j] == first_value(block, x, j);
@@ -177,7 +177,7 @@ class MomentPartials {
     return value_at(type_, x, slot * (cut_.columns ? block.each : block.length));
   }
 
-  // The mean of a few values from all over a statistic's planes: one alone may be far from the mean of all.
+  // The mean of a few values from all parts of a statistic's planes: a single one may be far from the mean of all.
   void spread_means(const Block& block, const char* x, int64_t slots, double* mean) const {
     switch (type_) {
       case kFloat: return spread_means(block, reinterpret_cast<const float*>(x), slots, mean);
@@ -231,21 +231,21 @@ struct Statistics {
   }
 
  private:
-  // Of several slots to a statistic: from the mean of all, which costs no digit.
+  // Several slots per statistic: from the mean of all, which costs no digit.
   void join(const MomentPartials::Merged& of, double* means, double* squares, int64_t statistics) const {
     std::fill_n(means, statistics, 0.0);
     std::fill_n(squares, statistics, 0.0);
     const double counts[] = {double(of.count), double(of.count + 1)};
     const double shares[] = {counts[0] / double(count), counts[1] / double(count)};
     cut.each_slot(of.slots, [&](int64_t slot, int64_t i) { means[i] += of.mean[slot] * shares[slot < of.with_tail]; });
-    std::vector<double> rest(statistics);  // what rounding left of the mean
+    std::vector<double> rest(statistics);  // the rounding error of the mean
     cut.each_slot(of.slots, [&](int64_t slot, int64_t i) {
       const double difference = (of.mean[slot] - means[i]) + (of.left == nullptr ? 0.0 : of.left[slot]);
       squares[i] += of.m2[slot] + difference * difference * counts[slot < of.with_tail];
       rest[i] += difference * shares[slot < of.with_tail];
     });
     for (int64_t i = 0; i < statistics; ++i)
-      if (std::isfinite(rest[i])) means[i] += rest[i];  // else the mean is no finite number already
+      if (std::isfinite(rest[i])) means[i] += rest[i];  // otherwise the mean is not a finite number already
   }
 };
 

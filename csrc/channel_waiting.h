@@ -1,12 +1,12 @@
-// Vectors that wait for their activation side by side: which one it is is asked once for all of them, and its loop is
-// compiled once for all kernels.
+// Vectors that wait for their activation together: it is selected once for all of them, and its loop is compiled once
+// for all kernels.
 #pragma once
 
 #include "channel_elements.h"
 
 namespace leannorm::LEANNORM_ISA {
 
-// Where kernels let vectors wait; elsewhere rare activations are calls.
+// Whether kernels let vectors wait; otherwise rare activations are calls.
 template <class T, Form form> constexpr bool kWaits = form == kAny && kManyForms<T>;
 
 struct None {};
@@ -17,8 +17,9 @@ template <class V> LEANNORM_ONCE void activate_all(V* v, int n, int act) {
   });
 }
 
-// Batches that wait, and where each belongs: its element and how many lanes of it. How many wait is not in here, so
-// that it stays in a register; the last vectors of planes are marked by their lanes, of which there are fewer.
+// Batches that wait, and where each belongs: its element and its number of lanes. The number of waiting batches is
+// not in here, so that it stays in a register; the last vectors of planes are marked by their lanes, of which there
+// are fewer.
 template <class E> struct Waiting {
   using V = typename E::V;
   using Batch = typename E::Batch;
@@ -26,7 +27,7 @@ template <class E> struct Waiting {
 
   Batch of[kMost];
   int64_t element[kMost];
-  int lanes[kMost];  // below 0: of a whole batch that is written past the caches
+  int lanes[kMost];  // below 0: a whole batch that is written past the caches
 
   LEANNORM_INLINE void put(int i, const Batch& b, int64_t at, int64_t n, bool past) {
     of[i] = b;
@@ -39,7 +40,7 @@ template <class E> struct Waiting {
 // Activated and written.
 template <class E> LEANNORM_ONCE void put_activated(Waiting<E>& waiting, int count, const Operands& operands, int act) {
   activate_all(waiting.vectors(), count * Waiting<E>::Batch::size, act);
-  const Operands o = operands;  // not read again after every store
+  const Operands o = operands;  // a local copy, which is not read again after every store
   for (int k = 0; k < count; ++k) {
     const int n = waiting.lanes[k];
     const Place<E> place{o, waiting.element[k]};

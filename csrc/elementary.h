@@ -16,7 +16,7 @@ LEANNORM_INLINE F exp_series(F r) {
 // e^x = 2^n * (1 + p), |p| small.
 struct ReducedExp { F n, p; };
 LEANNORM_INLINE ReducedExp reduce_exp(F x) {
-  // Past these e^x is 0 or infinite; NaN stays.
+  // Beyond these e^x is 0 or infinite; NaN stays.
 #if defined(__AVX512F__)
   x = (F)_mm512_max_ps(_mm512_set1_ps(-128), _mm512_min_ps(_mm512_set1_ps(128), (__m512)x));
 #else
@@ -57,8 +57,8 @@ LEANNORM_INLINE F exp(F x) {
   return scaled(fma(power, p, power), n);  // which rounds n down
 }
 #else
-// 2^n * (1 + p), where adding `magic` leaves n + 127 in the low bits, the exponent of 2^n. Past what float32 holds as a
-// normal number the power is 0 or infinite.
+// 2^n * (1 + p), where adding `magic` leaves n + 127, the exponent of 2^n, in the low bits. Beyond the normal range
+// of float32 the power is 0 or infinite.
 LEANNORM_INLINE F exp(F x) {
 #if defined(__AVX2__)
   x = (F)_mm256_max_ps(_mm256_set1_ps(-88.3f), _mm256_min_ps(_mm256_set1_ps(89.0f), (__m256)x));  // NaN stays
@@ -96,7 +96,7 @@ LEANNORM_INLINE F erf(F x) {
   return t > 0.927734375f ? signed_tail : q * x + x;
 }
 
-// Calls in any case: one for each lane.
+// Always calls: one for each lane.
 #define LEANNORM_CALL inline __attribute__((noinline))
 template <class Function> LEANNORM_INLINE D lane_by_lane(D x, Function function) {
   for (int i = 0; i < lanes<D>; ++i) x[i] = function(x[i]);

@@ -6,8 +6,8 @@
 
 namespace leannorm::LEANNORM_ISA::modulated {
 
-// Of the compute types alone: activations are many, and take the compiler long. `slope` is null where it is unwanted;
-// `coming` is what is read next.
+// Only for the compute types: there are many activations, and they compile slowly. `slope` is null if not requested;
+// `coming` is read next.
 template <class S>
 LEANNORM_ONCE void activate_line(const S* gate, int64_t n, int act, S* opened, S* slope, const char* coming) {
   using V = VectorOf<S>;
@@ -24,7 +24,7 @@ LEANNORM_ONCE void activate_line(const S* gate, int64_t n, int act, S* opened, S
   });
 }
 
-// act(gate) and, where wanted, its derivative, of one row.
+// act(gate) and, if requested, its derivative, for one row.
 template <class T>
 inline void open(const T* gate, int64_t next, int64_t n, int act, ScalarOf<T>* opened, ScalarOf<T>* slope) {
   const char* const coming = reinterpret_cast<const char*>(gate + next);

@@ -12,7 +12,7 @@ enum class Isa { base, v3, v4 };
 
 inline Isa detect_isa() {
 #if defined(__x86_64__)
-  // LEANNORM_ISA in the environment lowers the choice, so that one machine can test them all.
+  // LEANNORM_ISA in the environment lowers the choice, so that one machine can test all of them.
   const char* most = std::getenv("LEANNORM_ISA");
   const bool base_only = most != nullptr && std::strcmp(most, "base") == 0;
   const bool v3_at_most = most != nullptr && std::strcmp(most, "v3") == 0;

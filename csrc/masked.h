@@ -1,22 +1,22 @@
-// The per-channel kernels where some positions are no data: planes of which an end, or more, is not read.
-// Columns need none of their own: those of channel.h go over runs of valid rows.
+// The per-channel kernels if some positions are not data: planes of which the end, or more, is not read. Columns need
+// no kernels of their own: those of channel.h go over runs of valid rows.
 #pragma once
 
 #include "channel.h"
 
 namespace leannorm {
 
-#define LEANNORM_ALWAYS inline __attribute__((always_inline))  // else the linker keeps one copy for all machines
+#define LEANNORM_ALWAYS inline __attribute__((always_inline))  // otherwise the linker keeps one copy for all machines
 
-// Of the planes of a block, from its first one on: behind `ends` (of every sample, in positions of a whole plane)
-// is no data, and before them where `mask` is 0, else 1; null where it is 1 everywhere.
-// The block begins at position `at` of its planes.
+// For the planes of a block, from its first one on: positions from `ends` on (of every sample, in positions of a
+// whole plane) are not data, nor are those before where `mask` is 0; null if it is 1 everywhere. The block begins at
+// position `at` of its planes.
 struct Valid {
   const int64_t* ends;
   const uint8_t* mask;
   int64_t positions;   // of a sample
   int64_t at;
-  bool of_one_sample;  // all planes are, and each has its own coefficients and sums; else each is of the next sample
+  bool of_one_sample;  // all planes are, with their own coefficients and sums; otherwise each is of the next sample
 
   LEANNORM_ALWAYS int64_t end(int64_t plane, int64_t length) const {
     const int64_t end = ends[of_one_sample ? 0 : plane] - at;
@@ -26,7 +26,7 @@ struct Valid {
   LEANNORM_ALWAYS int64_t statistic(int64_t plane) const { return of_one_sample ? plane : 0; }
 };
 
-// As `ChannelKernels`; results are 0 where there is no data.
+// As `ChannelKernels`; results are 0 at positions that are not data.
 struct MaskedKernels {
   using Moments = void (*)(const void* x, Block, Valid, double shift, double* sum, double* square);
   using Normalize = void (*)(Operands, Block, Valid, Coefficients, int act);

@@ -1,12 +1,12 @@
-// Planes of which some elements are no data. What is read of these is replaced before it meets anything.
+// Planes of which some elements are not data. Their values are replaced before they are used.
 #pragma once
 
 #include "channel_planes.h"
 
 namespace leannorm::LEANNORM_ISA {
 
-// Which lanes of a V are data, from as many bytes that are 1 or 0; from two times as many, those of the even elements
-// and those of the odd ones.
+// Which lanes of a V are data, from as many bytes of 1 or 0; from twice as many, those of the even elements and those
+// of the odd ones.
 #if defined(__AVX512F__)
 template <class V> using Lanes = std::conditional_t<lanes<V> == 16, __mmask16, __mmask8>;
 LEANNORM_INLINE F chosen(__mmask16 data, F yes, F no) { return (F)_mm512_mask_blend_ps(data, (__m512)no, (__m512)yes); }
@@ -56,15 +56,15 @@ template <class E> struct Mask {
     else return lanes_of<V>(bytes);
   }
 };
-// Of a plane that is all data up to its end.
+// For a plane that is all data up to its end.
 struct NoMask { static constexpr const void* of = nullptr; };
-// body(mask), with what the compiler knows of it; one body where any activation is computed.
+// body(mask), with what the compiler knows about it; one body if any activation is computed.
 template <Form form, class E, class Body> LEANNORM_INLINE void with_mask(const Mask<E>& mask, Body body) {
   if constexpr (form == kAny) body(mask);
   else if (mask.of == nullptr) body(NoMask());
   else body(mask);
 }
-// b, but `no` where there is no data.
+// b, but `no` at positions that are not data.
 template <bool Whole, class M, class Batch, class V>
 LEANNORM_INLINE void choose(const M& mask, Batch& b, int64_t i, int64_t n, V no) {
   if constexpr (!std::is_same_v<M, NoMask>) {
@@ -111,7 +111,7 @@ LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& val
   if (pending != 0) done();
 }
 
-// Lanes without data hold the shift, which adds nothing.
+// Lanes without data have the shift, which adds nothing.
 template <class T>
 void masked_moments(const void* x, Block block, Valid valid, double shift, double* sums, double* squares) {
   using E = AnyOrder<T>;
@@ -141,15 +141,15 @@ void masked_wide_moments(const void* x, Block block, Valid valid, double shift, 
   sum.put(sums, squares);
 }
 
-// The batch of zeros at the positions behind the data.
+// The batch of zeros at the positions after the data.
 template <class E> LEANNORM_INLINE void put_zeros(Place<E> place, void* p, int64_t n, bool whole, bool past) {
   if (p == nullptr) return;
   if (whole) place.template store<true>(p, typename E::Batch{}, n, past);
   else place.template store<false>(p, typename E::Batch{}, n, past);
 }
 
-// As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those behind it. A batch that
-// has both is cut by a mask of its own.
+// As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those after it. A batch that
+// has both gets a mask of its own.
 template <class E, Form form, class Begin, class Take>
 LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& valid, Begin begin, Take take) {
   using T = typename E::Scalar;
@@ -204,7 +204,7 @@ template <class T, Form form> void masked_normalize(Operands o, Block block, Val
       });
 }
 
-// dz and x - mean, 0 where there is no data.
+// dz and x - mean, 0 at positions that are not data.
 template <class E, Form form, bool Whole, class M>
 LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typename E::V>& affine, int act,
                                      const M& mask) {

@@ -1,4 +1,4 @@
-// Which positions are data, and the moments of a set of which some are not.
+// Which positions are data, and the moments of a set some of whose positions are not.
 #pragma once
 
 #include <cmath>
@@ -9,8 +9,8 @@
 
 namespace leannorm {
 
-// The mask of a call: of planes an end for every sample, and the mask where that does not say all; of columns the runs
-// of valid rows.
+// The mask of a call: for planes an end for every sample, and the mask if the ends are not enough; for columns the
+// runs of valid rows.
 class Positions {
  public:
   struct Rows { int64_t begin, end; };
@@ -35,7 +35,7 @@ class Positions {
     }
   }
 
-  // Of the planes of a chunk.
+  // For the planes of a chunk.
   Valid planes(int64_t sample, int64_t at, bool of_one_sample) const {
     return {ends_.data() + sample, valid_ == nullptr ? nullptr : valid_ + sample * positions_, positions_, at, of_one_sample};
   }
@@ -51,7 +51,7 @@ class Positions {
       begin = to;
     }
   }
-  // Valid positions of one sample, or of all.
+  // The number of valid positions of one sample, or of all.
   int64_t count(int64_t first_sample, int64_t samples) const {
     int64_t n = 0;
     if (!counts_.empty()) {
@@ -62,7 +62,7 @@ class Positions {
     }
     return n;
   }
-  // Valid elements of the planes of a chunk.
+  // The number of valid elements of the planes of a chunk.
   int64_t count(const Block& block, const Valid& valid, int64_t sample) const {
     int64_t n = 0;
     for (int64_t p = 0; p < (valid.of_one_sample ? 1 : block.count); ++p) {
@@ -76,7 +76,7 @@ class Positions {
     }
     return valid.of_one_sample ? n * block.count : n;
   }
-  // The place of one of the first valid elements of the plane, from its start.
+  // The position of one of the first valid elements of the plane, from its start.
   int64_t some(const Valid& valid, int64_t plane, int64_t length, int64_t wanted) const {
     const int64_t end = valid.end(plane, length);
     if (valid.mask == nullptr || end == 0) return std::min(wanted, end - 1);
@@ -92,7 +92,7 @@ class Positions {
   void find_rows(const uint8_t* valid, int64_t n) {
     for (int64_t i = 0; i < n;) {
       int64_t begin = i;
-      while (begin < n && valid[begin] == 0) ++begin;  // true is what is not 0, as in a view of other bytes
+      while (begin < n && valid[begin] == 0) ++begin;  // anything but 0 is true, as in a view of other bytes
       if (begin == n) return;
       const void* const next = std::memchr(valid + begin, 0, n - begin);
       i = next == nullptr ? n : static_cast<const uint8_t*>(next) - valid;
@@ -101,13 +101,13 @@ class Positions {
   }
 
   const int64_t positions_;
-  const Tensor mask_;  // whose memory `valid_` is, where the ends do not say all
+  const Tensor mask_;  // the memory behind `valid_`, if the ends are not enough
   const uint8_t* valid_ = nullptr;
   std::vector<int64_t> ends_, counts_;
   std::vector<Rows> rows_;
 };
 
-// A chunk of a set, its place among the samples and what of it is data.
+// A chunk of a set, its place among the samples and which of it is data.
 struct MaskedChunk {
   Chunk chunk;
   int64_t sample;  // of its first plane
@@ -115,7 +115,7 @@ struct MaskedChunk {
   int64_t first_row;  // columns: in the numbering of all samples
 };
 
-// The cut of a call with a mask: rows of columns are not folded, planes are taken by the channel.
+// The division of a call with a mask: rows of columns are not folded, planes are taken by channel.
 inline Cut masked_cut(const Shape& s, int64_t groups) {
   if (!s.columns) {
     if (groups == 0) return Cut::of_planes(s.c, s.n, s.c * s.inner, s.inner, s.inner, 0);
@@ -151,8 +151,8 @@ inline MaskedChunk masked_chunk(const Cut& cut, const Positions& positions, int6
   return found;
 }
 
-// As `MomentPartials`, of the valid elements of every chunk: mean, sum of squared deviations, what rounding left of
-// the mean, and how many there are, for each of its slots (the columns; one of planes).
+// As `MomentPartials`, for the valid elements of every chunk: mean, sum of squared deviations, the mean's rounding
+// error, and the number of elements, for each of its slots (the columns; one for planes).
 class MaskedPartials {
  public:
   MaskedPartials(const Cut& cut, const Positions& positions, int64_t groups, const Tensor& x)
@@ -170,7 +170,7 @@ class MaskedPartials {
     std::fill_n(left, slots_, 0.0);
     const int64_t count = counts_[i] = cut_.columns ? rows_of(of) : positions_.count(block, of.valid, of.sample);
     if (count == 0) return;
-    const auto add_up = [&](bool wide, int64_t most) {  // the sums of differences from `mean`, of so many rows at most
+    const auto add_up = [&](bool wide, int64_t most) {  // the sums of differences from `mean`, of at most this many rows
       std::fill_n(sum, slots_, 0.0);
       std::fill_n(m2, slots_, 0.0);
       if (!cut_.columns) {
@@ -218,7 +218,7 @@ class MaskedPartials {
       rest[s] += difference * (n / double(counts[s]));
     });
     for (int64_t s = 0; s < n; ++s)
-      if (std::isfinite(rest[s])) mean[s] += rest[s];  // else the mean is no finite number already
+      if (std::isfinite(rest[s])) mean[s] += rest[s];  // otherwise the mean is not a finite number already
   }
 
  private:
@@ -274,7 +274,7 @@ class MaskedPartials {
     return false;
   }
 
-  // The mean of a few valid values from all over the planes.
+  // The mean of a few valid values from all parts of the planes.
   double spread_mean(const MaskedChunk& of, const char* x) const {
     constexpr int kFew = 4;
     double sum = 0, n = 0;

@@ -1,7 +1,7 @@
-// Norms that meet more than parameters: how the work is shared out, what the caller gets.
+// Norms with inputs besides the parameters: the division of the work, the results.
 //
-// The caller hands in tensors as rows: (rows, kept), contiguous but for the gated norm's, and lines of the compute
-// type, (groups, kept), each for rows / groups rows that follow each other.
+// The caller passes tensors as rows: (rows, kept), contiguous except for the gated norm's, and lines of the compute
+// type, (groups, kept), each for rows / groups consecutive rows.
 #include "modulated.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t kGrain = 32768;  // elements that are worth a thread
 int64_t grain(int64_t each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(each, 1)); }
 
-// Lines of the compute type, or of every row and of x's own; each for so many rows that follow each other.
+// Lines of the compute type, or of every row and of x's type; each for the same number of consecutive rows.
 struct Groups {
   Lines lines{};
   int64_t each = 1, bytes = 0;  // from a group's line to the next
@@ -35,7 +35,7 @@ struct Groups {
     each = rows / groups, bytes = step * v->element_size();
     lines = {data(*v), each > 1 ? 0 : step, narrow};
   }
-  // Those of the rows from `row` to `stop`.
+  // The lines of the rows from `row` to `stop`.
   Lines of(int64_t row) const {
     if (each == 1) return lines;
     return {static_cast<const char*>(lines.p) + row / each * bytes, 0, lines.narrow};
@@ -43,7 +43,7 @@ struct Groups {
   int64_t stop(int64_t row, int64_t end) const { return each == 1 ? end : std::min(end, (row / each + 1) * each); }
 };
 
-// Are so many tensors of this size more than the caches keep, and is every line of the outputs aligned?
+// Whether this many tensors of this size are more than the caches keep, and every line of the outputs is aligned.
 bool stream(const Tensor& x, int64_t tensors, std::initializer_list<const Tensor*> outputs) {
   const int64_t size = x.element_size(), kept = x.sizes()[1];
   bool aligned = kept * size % 64 == 0;
@@ -53,9 +53,9 @@ bool stream(const Tensor& x, int64_t tensors, std::initializer_list<const Tensor
 
 using Pointers = std::array<char*, 2>;
 
-// Sums over the rows of each group, of `vectors` lines: pieces of a group, whose number depends on the shape alone,
-// are summed by themselves, then added in order. body(begin, end, lines) adds the rows' share to zeros; where
-// every row has a line of its own (`alone`), whose sum has one term, it writes those of all rows.
+// Sums over the rows of each group, of `vectors` lines: pieces of a group, whose number depends on the shape only,
+// are summed separately, then added in order. body(begin, end, lines) adds the rows' share to zeros; if every row has
+// a line of its own (`alone`), so that its sum has one term, it writes those of all rows.
 template <class Body>
 void sum_groups(const Tensor& x, int64_t groups, int64_t vectors, const Pointers& to, ScalarType type, Body body,
                 bool alone = false) {
@@ -161,10 +161,10 @@ std::tuple<Tensor, Tensor> row_gate_backward(const Tensor& dtotal, const Optiona
   return {dbranch, dgate};
 }
 
-// x as rows that are lines of memory, of the input's dtype. One row's step may be anything.
+// x as contiguous rows of the input's dtype. The step of a single row may be anything.
 int64_t step(const Tensor& v) { return v.sizes()[0] > 1 ? v.strides()[0] : v.sizes()[1]; }
 
-// Rows of one size, and a weight for each place of one.
+// Rows of one size, and a weight for each element of a row.
 void check_gated(const Tensor& x, std::initializer_list<const Tensor*> others, const Tensor& weight) {
   bool fit = x.dim() == 2 && weight.numel() == x.sizes()[1];
   for (const Tensor* v : others) fit = fit && v->dim() == 2 && v->sizes()[0] == x.sizes()[0] && v->sizes()[1] == x.sizes()[1];

@@ -1,4 +1,4 @@
-// The kernels of one instruction set for rows that meet more than parameters: what modulated.cpp may call.
+// The kernels of one instruction set for norms with inputs besides the parameters: what modulated.cpp may call.
 //
 // Tensors are rows of `kept` values. Statistics and parameters are of the compute type.
 #pragma once
@@ -18,7 +18,7 @@ struct GateBackward {
   bool own;
 };
 
-// y = rms_norm(x) * act(gate), or with `behind` rms_norm(x * act(gate)). Rows of x, gate and dy may lie apart.
+// y = rms_norm(x) * act(gate), or with `behind` rms_norm(x * act(gate)). Rows of x, gate and dy may be apart.
 struct GatedForward {
   int64_t kept, x_row, gate_row;
   const void *x, *gate, *weight;
@@ -36,9 +36,9 @@ struct GatedBackward {
 };
 
 struct ModulatedKernels {
-  // [ElementType]. The sums of dtotal * branch, and of the weight's gradient, are added to what stands there; null where
-  // unwanted. With `own` the first is lines of all rows, of the gate's type, which are written. `scratch` is for two
-  // lines of the compute type.
+  // [ElementType]. The sums of dtotal * branch, and of the weight's gradient, are added to the present values; null
+  // if not requested. With `own` the first is lines of all rows, of the gate's type, which are written. `scratch` has
+  // space for two lines of the compute type.
   void (*gate_backward[4])(const GateBackward&, int64_t begin, int64_t end, void* dgate);
   void (*gated_forward[4])(const GatedForward&, int64_t begin, int64_t end, void* scratch);
   void (*gated_backward[4])(const GatedBackward&, int64_t begin, int64_t end, void* dweight, void* scratch);

@@ -1,15 +1,15 @@
-// A library that is built on a new Linux runs on an old one, as far as it asks for nothing that the old one does
-// not have. What it would ask for is defined here, where the linker looks first; tests/test_wheel.py says which
-// versions remain.
+// A library that is built on a new Linux runs on an old one only if it needs nothing that the old one lacks. What it
+// would need is defined here, where the linker looks first; tests/test_wheel.py says which versions remain.
 #include <sstream>
 
 #define LEANNORM_OURS extern "C" __attribute__((visibility("hidden")))
 
 #if defined(__GLIBC__)
-// glibc 2.32: is there one thread alone? std::shared_ptr asks, and counts without atomics if so. It does not.
+// glibc 2.32: whether there is only one thread. std::shared_ptr asks, and counts without atomics if so. This answers
+// no.
 LEANNORM_OURS char __libc_single_threaded = 0;
 
-// glibc 2.29: `exp` that leaves errno alone. The first one gives the same values.
+// glibc 2.29: `exp` that does not set errno. The old one returns the same values.
 #if defined(__x86_64__)
 __asm__(".symver leannorm_first_exp, exp@GLIBC_2.2.5");
 #elif defined(__aarch64__)

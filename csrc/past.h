@@ -1,13 +1,13 @@
-// Stores that do not go through the caches.
+// Stores that bypass the caches.
 #pragma once
 
 #include "simd.h"
 
 namespace leannorm::LEANNORM_ISA {
 
-// Past the caches, where the whole output would not stay in them anyway: a line that is overwritten as a
-// whole need not be read first. The address must be a multiple of the vector's size, and `settle` comes
-// before anybody else reads.
+// Past the caches, if the whole output would not stay in them anyway: a line that is overwritten as a whole need not
+// be read first. The address must be a multiple of the vector's size, and `settle` must come before anybody else
+// reads.
 #if defined(__AVX512F__)
 inline void write_past(float* p, F v) { _mm512_stream_ps(p, (__m512)v); }
 inline void write_past(double* p, D v) { _mm512_stream_pd(p, (__m512d)v); }

@@ -1,19 +1,19 @@
-// Rows that are lines of memory, up to kTogether of them at a time: sums over each, then what is computed of them.
+// Contiguous rows, up to kTogether of them at a time: sums over each, then what is computed from them.
 #pragma once
 
 #include "row_moments.h"
 
 namespace leannorm::LEANNORM_ISA::rows {
 
-constexpr int kBlock = kBytes == 64 ? 4 : 2;  // vectors: their sums, too, must find registers
+constexpr int kBlock = kBytes == 64 ? 4 : 2;  // vectors, whose sums must fit in registers, too
 
-// As many rows as fill half of the nearest cache; of long ones one, where even the second cache holds few.
+// As many rows as fill half of the nearest cache; a single one if even the second cache holds only few.
 template <class T> inline int64_t lines_together(int64_t n, int64_t least) {
   const int64_t bytes = n * sizeof(T);
   return bytes > (32 << 10) ? 1 : larger(least, smaller(kTogether, (16 << 10) / bytes));
 }
 
-// The line that a row meets.
+// The line of a parameter for a row.
 template <class T> struct Line {
   using S = ScalarOf<T>;
   const char* p;
@@ -26,7 +26,7 @@ template <class T> struct Line {
     if (sizeof(T) < sizeof(S) && narrow) return load<E>(reinterpret_cast<const T*>(p) + i, n);
     return load<E>(reinterpret_cast<const S*>(p) + i, n);
   }
-  // one + the line; 1 where there is none.
+  // one + the line; 1 if there is none.
   template <class E> LEANNORM_INLINE VectorOf<T> factor(VectorOf<T> one, int64_t i, int64_t n) const {
     return p == nullptr ? splat<VectorOf<T>>(1) : one + at<E>(i, n);
   }
@@ -98,7 +98,7 @@ template <class T, bool kStream> inline void line_forward_rows(const RowForward&
 }
 
 template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
-  const int64_t few = larger(2, (2 << 10) / (a.shape.kept * sizeof(T)));  // past the caches: read and write by turns
+  const int64_t few = larger(2, (2 << 10) / (a.shape.kept * sizeof(T)));  // past the caches: in small blocks
   const int64_t together = lines_together<T>(a.shape.kept, 1), most = a.stream ? smaller(together, few) : together;
   for (int64_t row = begin; row < end; row += most) {
     const int rows = smaller(most, end - row);
@@ -116,7 +116,7 @@ LEANNORM_ONCE Pair<double> line_grad_sums(const T* dy, const T* x, ScalarOf<T> m
                                           ScalarOf<T> one) {
   using V = VectorOf<T>;
   const V m = all<V>(mean), o = all<V>(one);
-  const Line<T> own = weight;  // in registers: through the reference it is read for every vector
+  const Line<T> own = weight;  // in registers: through the reference it would be read for every vector
   const auto sum = [&](auto weighted) LEANNORM_BODY {
     return line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
       using E = decltype(extent);
@@ -144,11 +144,11 @@ inline void line_grads(const RowBackward& a, int64_t row, int rows, LineGrad<Sca
   }
 }
 
-// Where a row's share of the parameters' gradients goes: nowhere, added to one line for all rows (the weight's, or both
-// parameters'), or to a line of its own.
+// Where a row's share of the parameters' gradients goes: nowhere, added to one line for all rows (the weight's, or
+// both parameters'), or to a line of its own.
 enum class Shares { none, weight, both, own };
 
-// dx of `rows` rows by blocks of columns, so that what they share stays in registers.
+// dx of `rows` rows by blocks of columns, so that what they have in common stays in registers.
 template <class T, Shares kShares, bool kStream>
 inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, const LineGrad<ScalarOf<T>>* grads,
                                void* dweight, void* dbias) {
@@ -214,8 +214,8 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, cons
 template <class T, Shares kShares, bool kStream>
 inline void line_backward_as(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
   LineGrad<ScalarOf<T>> grads[kTogether];
-  // A load waits for a store before it whose address has the same last twelve bits: of rows 4096 bytes apart few go
-  // together, so that little of what a column reads stands behind what it wrote.
+  // A load waits for an earlier store whose address has the same last twelve bits: few rows that are 4096 bytes apart
+  // are taken together, so that few reads of a column come after its writes.
   const bool alike = a.x_row * sizeof(T) % 4096 == 0 || a.dx_row * sizeof(T) % 4096 == 0;
   const int64_t most = a.weight.row != 0 ? 1 : alike ? 2 : lines_together<T>(a.shape.kept, 4);
   for (int64_t row = begin; row < end; row += most) {

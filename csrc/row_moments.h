@@ -1,4 +1,4 @@
-// Mean and rstd of a line of memory.
+// Mean and rstd of a contiguous row.
 #pragma once
 
 #include "row_sums.h"
@@ -18,7 +18,7 @@ template <class T> inline Pair<double> wide_line_moments(const T* x, int64_t n, 
     mean = total(sum) / n;
   }
   const Wide<V> centre = splat_wide<V>(mean);
-  const V rest = splat<V>(mean);  // lanes past the end: all but nothing, taken away below
+  const V rest = splat<V>(mean);  // lanes past the end: nearly nothing, which is subtracted below
   Wide<V> square{};
   int64_t past = 0;
   each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
@@ -42,8 +42,8 @@ template <class T> LEANNORM_ONCE Pair<double> line_deviations(const T* line, int
   });
 }
 
-// Of `rows` lines, `step` elements apart. The first elements of a line give a centre near its mean; what the
-// deviations from it add up to mends both. Where it was not near, they are taken once more, from the mended mean.
+// For `rows` lines, `step` elements apart. The first elements of a line give a centre near its mean; the sum of the
+// deviations from it corrects both. If it was not near, the deviations are taken once more, from the corrected mean.
 template <class T>
 inline void line_moments(const T* x, int64_t step, int rows, int64_t n, double eps, bool rms, LineMoments& to) {
   using V = VectorOf<T>;
@@ -64,13 +64,13 @@ inline void line_moments(const T* x, int64_t step, int rows, int64_t n, double e
     first[k] = sums.first, second[k] = sums.second;
   }
   for (int k = 0; k < rows && !rms; ++k) {
-    if (4 * first[k] * first[k] <= second[k] * n) continue;  // a quarter of the squares is of the distance, at most
+    if (4 * first[k] * first[k] <= second[k] * n) continue;  // at most a quarter of the squares comes from it
     centre[k] = static_cast<S>(centre[k] + first[k] * share);
     const Pair<double> sums = line_deviations(x + k * step, n, static_cast<S>(centre[k]));
     first[k] = sums.first, second[k] = sums.second;
   }
   for (int k = 0; k < kTogether; k += lanes<D>) {
-    // What the deviations add up to, which would be 0 in exact arithmetic, mends the mean's rounding.
+    // The sum of the deviations, which would be 0 in exact arithmetic, corrects the mean's rounding.
     const D rest = rms ? D{} : read<D>(first + k) * share, variance = read<D>(second + k) * share - rest * rest;
     const D mean = read<D>(centre + k) + rest, rstd = 1 / root((variance < D{} ? D{} : variance) + eps);  // NaN stays
     std::memcpy(to.mean + k, &mean, sizeof mean);

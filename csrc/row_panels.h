@@ -1,11 +1,11 @@
-// Rows that lie side by side: element (k, j) of a panel is `inner` * k + j from its start.
+// Interleaved rows: element (k, j) of a panel is `inner` * k + j from its start.
 #pragma once
 
 #include "row_sums.h"
 
 namespace leannorm::LEANNORM_ISA::rows {
 
-constexpr int64_t kMostColumns = 1024;  // rows side by side in a panel, at most
+constexpr int64_t kMostColumns = 1024;  // interleaved rows in a panel, at most
 
 struct Panel {
   int64_t start, columns, statistics;  // of x and of mean and rstd
@@ -39,8 +39,8 @@ struct alignas(64) PanelSums {
 };
 static_assert(kMostColumns % (64 / sizeof(float)) == 0, "a column sum takes whole vectors");
 
-// The two sums of each column; value(extent, k, j, lanes) gives the terms of one vector of row k of the
-// panel, in the compute type or wide. They are added as they are for kShort rows, in float64 from there on.
+// The two sums of each column; value(extent, k, j, lanes) returns the terms of one vector of row k of the panel, in
+// the compute type or wide. They are added in that type for kShort rows, in float64 from there on.
 template <class V, class Value>
 inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value) {
   constexpr int W = lanes<V>;
@@ -49,7 +49,7 @@ inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value va
   for (int64_t k = 0; k < kept; k += kShort) {
     const int64_t end = smaller(kept, k + kShort);
     int64_t j = 0;
-    for (; j + 4 * W <= columns; j += 4 * W) {  // whole lines of memory, in the order in which they lie
+    for (; j + 4 * W <= columns; j += 4 * W) {  // whole cache lines, in the order of memory
       decltype(value(Whole{}, k, j, W)) a{}, b{}, c{}, d{};
       for (int64_t at = k; at < end; ++at) {
         a = a + value(Whole{}, at, j, W);
@@ -70,9 +70,9 @@ inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value va
   }
 }
 
-// Every row of a panel is another page, which the machine's own prefetching does not cross: each vector asks
-// for the one that is read kShort rows later, and while a panel is written, for its place in the next one and
-// for what is written some rows later.
+// Every row of a panel is on another page, which the machine's own prefetching does not cross: each vector prefetches
+// the one that is read kShort rows later, and while a panel is written, its place in the next one and what is written
+// some rows later.
 inline int64_t rows_later(const RowShape& shape) { return kShort * shape.inner; }
 template <class T> inline int64_t written_later(const RowShape& shape, int64_t columns) {
   return larger(1, kLookAhead<T> / columns) * shape.inner;
@@ -102,9 +102,9 @@ inline void deviations(const T* x, const RowShape& shape, int64_t columns, const
   });
 }
 
-// Mean (as it is kept: rounded) and rstd of every column. The first rows give a centre near the mean; what
-// the deviations from it add up to mends both. Where it was not near, or squares left float32's range, the
-// deviations are taken again, from the mended mean and in float64.
+// Mean (rounded, as it is kept) and rstd of every column. The first rows give a centre near the mean; the sum of the
+// deviations from it corrects both. If it was not near, or squares left float32's range, the deviations are taken
+// again, from the corrected mean and in float64.
 template <class T>
 inline void panel_moments(const T* x, const RowForward& a, int64_t columns, ScalarOf<T>* mean,
                           ScalarOf<T>* rstd) {

@@ -1,4 +1,4 @@
-// Rows that are lines of memory, but not one behind the other: the heads of a projection's slice, for example.
+// Contiguous rows that do not follow each other: the heads of a projection's slice, for example.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace leannorm {
 
-// Are the axes start..stop-1 of x one line of memory?
+// Whether the axes start..stop-1 of x are contiguous.
 inline bool is_line(const Tensor& x, int64_t start, int64_t stop) {
   const auto size = x.sizes(), stride = x.strides();
   int64_t expected = 1;
@@ -19,7 +19,7 @@ inline bool is_line(const Tensor& x, int64_t start, int64_t stop) {
 }
 
 // The rows of kTensors tensors of one shape and of their statistics, in the order of the first one's memory.
-// Runs are the longest stretches over which every tensor goes on by the same step.
+// Runs are the longest stretches over which every tensor continues with the same step.
 template <int kTensors> class Runs {
  public:
   using Offsets = std::array<int64_t, kTensors + 1>;  // elements; the statistics' is the last
@@ -46,7 +46,7 @@ template <int kTensors> class Runs {
 
   const Offsets& step() const { return axes_[0].step; }
 
-  // From a row to the one at its place in the next run; 0 where a run is long.
+  // The offset from a row to the same place in the next run; 0 if a run is long.
   int64_t ahead(int tensor) const {
     return axes_.size() > 1 && axes_[0].size <= kShortRun ? axes_[1].step[tensor] : 0;
   }

@@ -1,4 +1,4 @@
-// Sums of what lies along a row: in the compute type for a short while, in float64 from there on.
+// Sums along a row: in the compute type for a short while, in float64 from there on.
 #pragma once
 
 #include <type_traits>
@@ -32,7 +32,7 @@ template <class Extent, class T> inline void store(T* p, VectorOf<T> v, int64_t 
 
 template <class T> inline ScalarOf<T> first_of(const T* p) { return Element<T>::load(p, 1, VectorOf<T>{})[0]; }
 
-// v as a T holds it.
+// v rounded to a T.
 template <class T> LEANNORM_INLINE VectorOf<T> rounded(VectorOf<T> v) {
   if constexpr (sizeof(T) >= 4) return v;
   else if constexpr (std::is_same_v<T, bfloat16>) return bits<F>(rounded_to_upper_half(v) & 0xffff0000u);
@@ -44,15 +44,15 @@ template <class Extent, bool kStream, class T> inline void put(T* p, VectorOf<T>
   else store<Extent>(p, v, n);
 }
 
-// Memory is asked for what comes next while a row that is already there is worked on: the machine's own
-// prefetching pauses between two rows, and does not look ahead of what is written. Into the second cache, or
-// into the nearest where what comes next is little.
+// Prefetches what comes next while a row that is already there is worked on: the machine's own prefetching pauses
+// between two rows, and does not look ahead of what is written. Into the second cache, or into the nearest if what
+// comes next is small.
 template <class T> constexpr int64_t kLookAhead = 4096 / sizeof(T);
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
-// Is the element `i` elements behind the first of a line of the caches the first of one, too?
+// Whether the element `i` elements after the first of a cache line is also the first of one.
 template <class T> constexpr bool begins_line(int64_t i) { return i * sizeof(T) % 64 == 0; }
 
 // body(extent, i, lanes) for every vector of 0..n-1.
@@ -116,7 +116,7 @@ template <class V, class Value> LEANNORM_INLINE Pair<double> line_sum(int64_t n,
   return sum;
 }
 
-// float32 squares leave their range long before the values do; such a row is summed again in float64.
+// Float32 squares leave their range long before the values do; such a row is summed again in float64.
 inline bool in_range(double square_sum) { return square_sum < 0x1p100 && square_sum > 0x1p-80; }
 
 // 1 / sqrt(variance + eps) of `count` values; an empty row has variance 0.

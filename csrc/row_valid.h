@@ -1,5 +1,5 @@
-// Rows that are padding: never read, and all that is computed of them is 0. The kernels are called on the rows
-// between them, so that with none of them left out the bits are those of a call without this.
+// Rows that are padding: never read, and all their results are 0. The kernels are called on the rows between them, so
+// that without padding the bits are those of a call without a mask.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +68,8 @@ inline void each_stretch(const char* valid, int64_t step, int64_t begin, int64_t
   }
 }
 
-// kernel(args, begin, end) for the valid rows of the units begin..end-1; the others' results are cleared.
-// `valid` has a byte a row, in the order of the statistics; null: all rows are valid.
+// kernel(args, begin, end) for the valid rows of the units begin..end-1; the others' results are cleared. `valid` has
+// a byte per row, in the order of the statistics; null: all rows are valid.
 template <class Args, class Kernel>
 inline void on_valid(const Args& a, const char* valid, int64_t size, int64_t begin, int64_t end, Kernel kernel) {
   const RowShape& s = a.shape;

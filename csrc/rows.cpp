@@ -1,4 +1,4 @@
-// row_forward and row_backward: how the tensors lie, how the work is shared out, what the caller gets.
+// row_forward and row_backward: memory layouts, the division of the work, the results.
 #include "rows.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
-// Of one tensor in a panel: the second cache holds two, and the two that come next. Where that is enough for
-// all rows that lie side by side, a panel is a line of memory; else narrow ones are read at the same speed.
+// For one tensor in a panel: the second cache holds two, and the next two. If that is enough for all interleaved
+// rows, a panel is a cache line; otherwise narrow ones are read at the same speed.
 constexpr int64_t kWholeBytes = 320 << 10, kPanelBytes = 96 << 10;
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
@@ -26,8 +26,8 @@ int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, i
   return p;
 }
 
-// Does x lie densely, the axes start..stop-1 next to each other and in order, the others in order too?
-// Then it is (outer, kept, inner) in memory, and so are its statistics.
+// Whether x is dense, with the axes start..stop-1 next to each other and in order, and the others in order too. Then
+// it is (outer, kept, inner) in memory, and so are its statistics.
 std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop) {
   if (stop == x.dim() && x.is_contiguous()) {
     const int64_t kept = product(x.sizes(), start, stop);
@@ -41,7 +41,7 @@ std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop
   const auto kept = [&](int64_t d) { return start <= d && d < stop; };
   RowShape shape{1, 1, 1, 1, 1};
   int64_t expected = x.numel(), last_kept = -1, last_other = -1;
-  bool past = false;  // behind the normalized axes
+  bool past = false;  // after the normalized axes
   for (const int64_t d : axes) {
     expected /= size[d];
     int64_t& last = kept(d) ? last_kept : last_other;
@@ -55,7 +55,7 @@ std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop
 
 int64_t units_of(const RowShape& s) { return s.outer * s.panels; }
 
-// x as it is where it lies as `dense_shape` wants it or its rows are lines, else a contiguous copy.
+// x as it is if its layout is `dense_shape`'s or its rows are contiguous, otherwise a contiguous copy.
 struct Rows {
   Tensor x;
   RowShape shape;
@@ -84,8 +84,8 @@ struct Rows {
     shape.panels = (shape.inner + shape.panel - 1) / shape.panel;
   }
 
-  // Are so many tensors of this size more than the caches keep, and is every line of the output aligned?
-  // Panels gain from it sooner: what they write lies in pieces.
+  // Whether this many tensors of this size are more than the caches keep, and every line of the output is aligned.
+  // Panels gain from it at a smaller size: they write in pieces.
   bool stream(const Tensor& out, int64_t tensors) const {
     const int64_t size = static_cast<int64_t>(x.element_size()), line = shape.inner == 1 ? shape.kept : shape.inner;
     const int64_t limit = shape.inner == 1 ? streamed_traffic() : streamed_traffic() * 2 / 3;
@@ -93,7 +93,7 @@ struct Rows {
            reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
   }
 
-  // A result in x's layout. The first is there already where it was needed to know how it would lie.
+  // A result in x's layout. The first exists already if it was needed to know its layout.
   Tensor like() {
     if (!apart) return new_like(x);
     const Tensor made = result_;
@@ -101,7 +101,7 @@ struct Rows {
     return made;
   }
 
-  // `other`, of x's shape, in x's dtype and layout; where rows lie apart its own must be lines.
+  // `other`, of x's shape, in x's dtype and layout; if rows are apart its own must be contiguous.
   Tensor match(const Tensor& other) const {
     if (apart && other.scalar_type() == x.scalar_type() && is_line(other, start, stop)) return other;
     const auto a = x.strides(), b = other.strides();
@@ -119,7 +119,7 @@ struct Rows {
     return match(*other);
   }
 
-  // A result of the layout of `x`, in the layout that a tensor like `given` has.
+  // A result with the layout of `x`, in the layout of a tensor like `given`.
   Tensor unmatch(Tensor result, const Tensor& given) const {
     if (!copied) return result;
     Tensor out = new_like(given);
@@ -146,7 +146,7 @@ Optional plain(const Optional& v, ScalarType type) {
 
 int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
 
-// Are these of one size: a parameter of a row's, a tensor of x's, statistics of the rows'?
+// Whether these have the right size: a parameter that of a row, a tensor that of x, statistics that of the rows.
 void check(const Optional& v, int64_t size, const char* what) {
   STD_TORCH_CHECK(!v || v->numel() == size, "leannorm: ", what, " must have ", size, " values, got ", v->numel());
 }
@@ -154,7 +154,7 @@ void check_axes(const Tensor& x, int64_t start, int64_t stop) {
   STD_TORCH_CHECK(0 <= start && start < stop && stop <= x.dim(), "leannorm: a row is of axes of the input, got ", start, " to ", stop);
 }
 
-// A byte for every row, in the order of the statistics; null where all rows are valid.
+// A byte for every row, in the order of the statistics; null if all rows are valid.
 const char* valid_rows(const Optional& valid, int64_t rows) {
   if (!valid) return nullptr;
   const bool fits = valid->scalar_type() == ScalarType::Bool && valid->is_contiguous() && valid->numel() == rows;
@@ -245,9 +245,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   return {rows.unmatch(y, given), residual ? rows.unmatch(total, given) : total, mean, rstd};
 }
 
-// Units are summed in chunks, whose number depends on the shape alone, so that the sums do not depend on
-// the number of threads: no more than 256 rows to a chunk, no fewer than 16 where rows are short, and of short ones
-// as many as the kernel takes together.
+// Units are summed in chunks, whose number depends on the shape only, so that the sums do not depend on the number of
+// threads: no more than 256 rows per chunk, at least 16 if rows are short, and of short ones as many as the kernel
+// takes together.
 int64_t chunk_length(const RowShape& s) {
   const int64_t units = units_of(s), length = (units + 63) / 64;
   if (s.inner > 1) return length;

@@ -1,7 +1,7 @@
 // The per-row kernels of one instruction set: what the driver (rows.cpp) may call.
 //
 // A tensor is (outer, kept, inner) in memory; every (outer, inner) is a row of `kept` values. With
-// inner = 1 a row is a line of memory; else neighbouring rows lie side by side, and `panel` of them are
+// inner = 1 a row is contiguous (a line); otherwise neighbouring rows are interleaved, and `panel` of them are
 // worked on together, so that every load is of neighbours.
 #pragma once
 
@@ -16,12 +16,12 @@ struct RowShape {
   int64_t panel, panels;  // rows in a panel, panels to an outer index
 };
 
-// Lines that are worked on together, at most: what they share is loaded once, and what is left of their sums is
+// Rows that are worked on together, at most: what they have in common is loaded once, and the rest of their sums is
 // computed for all at once.
 constexpr int kLinesTogether = 8;
 
-// A line for each row, `row` elements from one to the next, or with 0 one for all; p is null where there is none. Of
-// the compute type, or where it is `narrow` of the tensors' own.
+// A line for each row, `row` elements from one to the next, or with 0 one for all; p is null if there is none. Of the
+// compute type, or if it is `narrow` of the tensors' own.
 struct Lines {
   const void* p;
   int64_t row;
@@ -29,8 +29,8 @@ struct Lines {
 };
 
 // y = xhat * (one + weight) + bias of x, or of total = x + gate * residual. Statistics are of the compute type; with
-// panels all lines are one for all rows. Lines: so many elements from one row to the next; a residual and what goes
-// with it follow each other. `ahead`: where what is read next lies, if not behind it.
+// panels one line is used for all rows. Lines: this many elements from one row to the next; a residual and its
+// tensors follow each other. `ahead`: where what is read next is, unless it follows.
 struct RowForward {
   RowShape shape;
   const void *x, *residual;
@@ -47,14 +47,14 @@ struct RowBackward {
   Lines weight;
   void* dx;
   double one;
-  bool rms, own, stream;  // own: the weight's gradient is a line of each row
+  bool rms, own, stream;  // own: the weight's gradient is a line for each row
   int64_t dy_row, dtotal_row, x_row, dx_row, statistics_row, x_ahead, dy_ahead;
 };
 
 struct RowKernels {
   using Forward = void (*)(const RowForward&, int64_t begin, int64_t end);
-  // Adds the units' share to dweight and dbias, compute type, of length kept; null where unwanted. With `own` dweight
-  // is lines of all rows, of the weight's type and one behind the other, which are written, and dbias is null.
+  // Adds the units' share to dweight and dbias, compute type, of length kept; null if not requested. With `own`
+  // dweight is lines of all rows, of the weight's type and consecutive, which are written, and dbias is null.
   using Backward = void (*)(const RowBackward&, int64_t begin, int64_t end, void* dweight, void* dbias);
   // to = the sum of `count` vectors, `stride` elements apart, of columns begin..end.
   using Sum = void (*)(const void* from, int64_t count, int64_t stride, int64_t begin, int64_t end, void* to);

@@ -1,4 +1,4 @@
-// Vectors of the instruction set at hand, through the compiler's vector extension: loads, stores and
+// Vectors of the current instruction set, through the compiler's vector extension: loads, stores and
 // conversions of every element type. Included by `*_kernels.cpp` only.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-// Vectors wider than a register must not cross a call.
+// Vectors wider than a register must not be passed to a call.
 #define LEANNORM_INLINE inline __attribute__((always_inline))
 #define LEANNORM_BODY __attribute__((always_inline))  // of a lambda
 #define LEANNORM_ONCE __attribute__((noinline))  // compiled once for many kernels
@@ -45,14 +45,14 @@ template <class V> LEANNORM_INLINE V splat(double value) {
   return V{} + static_cast<typename Scalar<V>::type>(value);
 }
 
-// `value` in every lane, from memory where it lies there.
+// `value` in every lane, from memory if it is there.
 template <class V> LEANNORM_INLINE V all(typename Scalar<V>::type value) {
   V v;
   for (int i = 0; i < lanes<V>; ++i) v[i] = value;
   return v;
 }
 
-// v, in a register: what is used several times is not loaded as often.
+// v, in a register: what is used several times is loaded less often.
 template <class V> LEANNORM_INLINE V held(V v) {
 #if defined(__x86_64__)
   __asm__("" : "+v"(v));
@@ -60,8 +60,8 @@ template <class V> LEANNORM_INLINE V held(V v) {
   return v;
 }
 
-// a * b + c rounded once. Left to itself the compiler fuses the same formula in one place and not in another,
-// and what is rebuilt would differ in the last bit.
+// a * b + c rounded once. Left to itself the compiler fuses the same formula in one place and not in another, and
+// rebuilt values would differ in the last bit.
 LEANNORM_INLINE F fma(F a, F b, F c) {
 #if defined(__AVX512F__)
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -113,7 +113,7 @@ template <class To, class From> LEANNORM_INLINE To bits(From v) {
 
 // ------------------------------------------------------------------ 16-bit floats
 
-// The compiler's own __builtin_convertvector takes these apart into pieces of 128 bits.
+// The compiler's own __builtin_convertvector splits these into pieces of 128 bits.
 LEANNORM_INLINE U widen_bits(HalfU16 h) {
 #if defined(__AVX512F__)
   return (U)_mm512_cvtepu16_epi32((__m256i)h);
@@ -150,7 +150,7 @@ LEANNORM_INLINE F from_float16(HalfU16 h) {
   return (F)_mm256_cvtph_ps((__m128i)h);
 #else
   const U u = widen_bits(h), sign = (u & 0x8000u) << 16, magnitude = u & 0x7fffu;
-  // An exponent 112 too small, mended by a multiplication, which also normalizes subnormal numbers.
+  // An exponent that is 112 too small, corrected by a multiplication, which also normalizes subnormal numbers.
   const F scaled = bits<F>(magnitude << 13) * 0x1p112f;
   const U finite = bits<U>(scaled), special = (magnitude << 13) | 0x7f800000u;
   return bits<F>(sign | (magnitude >= 0x7c00u ? special : finite));
@@ -298,7 +298,7 @@ template <> struct Element<float16> {
   LEANNORM_INLINE static void store(float16* p, F v, int64_t n) { write_some(&p->bits, to_float16(v), n); }
 };
 
-// Lane i of the result is lane index[i] of `values`, where the machine has an instruction for it.
+// Lane i of the result is lane index[i] of `values`, if the machine has an instruction for it.
 template <class V> constexpr bool picks_lanes = false;
 #if defined(__AVX512F__)
 template <> inline constexpr bool picks_lanes<F> = true;

@@ -1,5 +1,5 @@
-// What happens to per-channel statistics between two kernels: moved into the running ones, read from those
-// again, made into sums that ranks add up, and taken from such sums. What ops/running.py and ops/sums.py say, as one call each.
+// What happens to per-channel statistics between two kernels: the update of the running ones, reading those, sums
+// that ranks add up, and moments from such sums. The formulas of ops/running.py and ops/sums.py, as one call each.
 #include <cmath>
 #include <type_traits>
 
@@ -15,7 +15,7 @@ double leading_bits(double v) {
   const double lead = shifted - (shifted - v);
   return std::isfinite(lead) ? lead : v;
 }
-// What is added to its leading bits; nothing to those that are no finite number.
+// The rest to add to its leading bits; 0 if those are not a finite number.
 double behind(double lead, double rest) { return std::isfinite(lead) ? rest : 0.0; }
 
 const double* doubles(const Tensor& v) {
@@ -40,8 +40,8 @@ template <class Use> void with_type(ElementType type, Use use) {
   }
 }
 
-// Where a running statistic moves to, rounded as it is stored; false if a value of the batch is not finite, or
-// the statistic would no longer be.
+// The new value of a running statistic, rounded as it is stored; false if a value of the batch is not finite, or the
+// statistic would no longer be.
 template <class Value> bool advance(const Tensor& running, double weight, Value value, double* next) {
   bool finite = true;
   with_type(element_type(running), [&](auto like) {
@@ -107,7 +107,7 @@ void move_running_(const Tensor& running_mean, const Tensor& running_var, const 
 
 namespace {
 
-// Mean and rstd of evaluation, as float64, whatever the running ones are.
+// Mean and rstd of evaluation, as float64, from running statistics of any dtype.
 std::tuple<Tensor, Tensor> constants_of(const Tensor& running_mean, const Tensor& running_var, double eps) {
   STD_TORCH_CHECK(running_mean.dim() == 1 && running_var.dim() == 1, "leannorm: running statistics must have one axis");
   const int64_t n = running_mean.numel(), mean_stride = running_mean.stride(0), var_stride = running_var.stride(0);
@@ -140,7 +140,7 @@ Tensor sums_of(const Tensor& mean, const Tensor& m2, int64_t count) {
   return sums;
 }
 
-// `total` is the count and the sums, added up over the ranks: mean, m2, rstd and the count.
+// `total` is the count and the sums, added up over the ranks; returns mean, m2, rstd and the count.
 std::tuple<Tensor, Tensor, Tensor, Tensor> moments_of(const Tensor& total, double eps) {
   const int64_t c = total.numel() / 4;
   const Tensor mean = new_doubles(total, c), m2 = new_doubles(total, c), rstd = new_doubles(total, c);
@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments_of(const Tensor& total, doubl
     const double* const sums = in + 1 + i;
     const double n_lead = sums[0], n_rest = sums[c], square_lead = sums[2 * c], square_rest = sums[3 * c];
     const double lead = leading_bits((n_lead + n_rest) / n), n_merged = n * lead;
-    // what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
+    // the rest of n * mean without its leading bits; small, as the difference is taken before it is rounded
     const double n_left = (n_lead - n_merged) + n_rest, left = n_left / n;
     const double between = (square_lead - n_merged * lead) - n_left * (left + 2 * lead), sum = square_rest + between;
     means[i] = lead + behind(lead, left);
@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments_of(const Tensor& total, doubl
   return {mean, m2, rstd, count};
 }
 
-// `total` is a count that nobody reads and the two gradient sums; p and q.
+// `total` is a count that nobody reads and the two gradient sums; returns p and q.
 std::tuple<Tensor, Tensor> means_of(const Tensor& total, const Optional& weight, const Tensor& count) {
   const int64_t c = total.numel() / 2;
   const Tensor p = new_doubles(total, c), q = new_doubles(total, c);

@@ -1,4 +1,4 @@
-// What the kernels ask of a tensor: its element type, its dense layout, small vectors read from it.
+// What the kernels need of a tensor: its element type, its dense layout, small vectors read from it.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -35,13 +35,14 @@ inline ScalarType compute_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Are results filled with NaN before a kernel writes them? Tests ask for it, so that what is not written shows.
+// Whether results are filled with NaN before a kernel writes them. Tests do so, which shows elements that are not
+// written.
 inline bool poisons() {
   static const bool asked = std::getenv("LEANNORM_POISON") != nullptr;
   return asked;
 }
 
-// On the CPU, by the call of torch's shim that goes through no dispatcher: a good part of a small call's time.
+// On the CPU, by the call of torch's shim that does not go through a dispatcher: a good part of a small call's time.
 inline Tensor new_tensor(const int64_t* sizes, int64_t dims, ScalarType type) {
   int64_t strides[64], step = 1;  // torch's tensors have at most 64 axes
   for (int64_t d = dims; d-- > 0; step *= std::max<int64_t>(sizes[d], 1)) strides[d] = step;
@@ -59,7 +60,7 @@ inline Tensor new_tensor(const Tensor&, const int64_t* sizes, int64_t dims, Scal
 inline Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   return new_tensor(like, sizes.data(), sizes.size(), type);
 }
-// As x, in its layout where that is dense.
+// As x, in its layout if that is dense.
 inline Tensor new_like(const Tensor& x) {
   const auto sizes = x.sizes(), strides = x.strides();
   int64_t expected = 1;
@@ -83,8 +84,8 @@ inline double value_at(ElementType type, const void* p, int64_t i) {
 }
 inline int64_t element_size(ElementType type) { return type == kDouble ? 8 : type == kFloat ? 4 : 2; }
 
-// A small contiguous tensor of any floating type, read as float64 where it lies: a copy that one thread makes
-// for all would have to travel from its cache to theirs.
+// A small contiguous tensor of any floating type, read as float64 in place: a copy that one thread makes for all
+// would have to travel from its cache to theirs.
 struct Values {
   ElementType type = kDouble;
   const void* p = nullptr;
@@ -99,7 +100,7 @@ struct Values {
     if (v.has_value()) *this = Values(*v);
   }
   double operator[](int64_t i) const { return value_at(type, p, i); }
-  // So many of them from `first` on, where they lie or in `to`; `missing` where there are none.
+  // This many of them from `first` on, in place or in `to`; `missing` if there are none.
   const double* read(int64_t first, int64_t count, double* to, double missing) const {
     switch (given() ? type : kElementTypes) {
       case kDouble: return static_cast<const double*>(p) + first;

@@ -3,7 +3,7 @@
 The template is plain text, for `help()`. Each part becomes a paragraph with its label in bold, each example a
 block of code. Formulas are indented, which is code in Markdown already.
 
-Layers get the arguments of their constructors from the running code, as many inherit them from torch.
+The arguments of layers' constructors are read at run time, because many inherit them from torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import griffe
 
 LABELS = re.compile(r"^((?:Args|Returns|Shapes|Dtypes|Kept|Raises|Source)(?:, [A-Z]\w+)*):(?=\s|$)", re.M)
 
-PROSE = re.compile(r"(?m)^(?! {4}).*$")  # lines that are no formula
+PROSE = re.compile(r"(?m)^(?! {4}).*$")  # lines that are not formulas
 CODE_OR_STAR = re.compile(r"(`[^`]*`)|\*")
 
 

@@ -1,4 +1,5 @@
-"""Formulas as MathML, which browsers draw themselves: pages need no script and nothing from another host."""
+"""Formulas as MathML, which browsers render themselves: pages need no script and nothing from another
+host."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-# what arithmatex makes of $...$ and $$...$$
+# what arithmatex turns $...$ and $$...$$ into
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 
 

@@ -1,9 +1,10 @@
-"""Makes the tree ready for a package index: a page there knows neither the repository nor its files.
+"""Makes the tree ready for a package index: an index shows neither the repository nor its files.
 
     python site/release.py https://github.com/OWNER/leannorm v0.1.0
 
 Links and pictures of README.md become addresses in the repository at that tag, and pyproject.toml gets the
-addresses of the project. `release.yml` runs this before anything is built; a clone does not know them.
+addresses of the project. `release.yml` runs this before anything is built; a clone does not know these
+addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PLACES = {
 
 
 def page(text: str, address: str, tag: str, root: Path) -> str:
-    """The README's text with absolute links; a link to a file that is not there is an error."""
+    """The README's text with absolute links; a link to a missing file is an error."""
 
     def absolute(found: re.Match[str]) -> str:
         picture, words, target = found.groups()
@@ -34,7 +35,7 @@ def page(text: str, address: str, tag: str, root: Path) -> str:
             raise SystemExit(f"README.md links to {target}, which is not there")
         return f"{picture}[{words}]({address}/{'raw' if picture else 'blob'}/{tag}/{target})"
 
-    parts = FENCED.split(text)  # every second one is code
+    parts = FENCED.split(text)  # every second part is code
     return "".join(part if i % 2 else LINK.sub(absolute, part) for i, part in enumerate(parts))
 
 

@@ -1,6 +1,6 @@
-"""A link to the repository in the footer, where the clone knows the address that it came from.
+"""A link to the repository in the footer, if the clone knows where it came from.
 
-Material's own link to a repository asks a host for its stars; pages load nothing from other hosts.
+Material's own link would ask the host for the number of stars; our pages load nothing from other hosts.
 """
 
 from __future__ import annotations

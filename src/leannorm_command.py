@@ -1,7 +1,7 @@
-"""The command `leannorm`: its help, its completion and its complaints are there before torch is.
+"""The command `leannorm`: its help, its completion and its usage errors do not wait for torch.
 
-`import leannorm` brings torch, which takes seconds. So the command begins with the package as a `Late` one:
-its rooms can be imported, and its own code runs when the first of its names is asked for.
+`import leannorm` imports torch, which takes seconds. So the command starts with a `Late` package: its modules
+can be imported, and its own code runs when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Late(ModuleType):
-    """A package whose code runs when the first of its names is asked for."""
+    """A package whose code runs when one of its names is first used."""
 
     def __getattr__(self, name: str) -> Any:
         self.__class__ = ModuleType  # type: ignore[assignment]
@@ -27,7 +27,8 @@ def main() -> int:
         package = module_from_spec(spec)
         package.__class__ = Late
         sys.modules["leannorm"] = package
-    if sys.argv[1:] == ["--version"]:  # scripts ask for it, and typer takes longer than all the rest
+    # scripts ask for it, and importing typer takes longer than everything else
+    if sys.argv[1:] == ["--version"]:
         from leannorm._version import __version__
 
         print(f"leannorm {__version__}")

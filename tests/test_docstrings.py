@@ -10,7 +10,7 @@
     Returns: the same of results.
     Shapes: of every tensor, in and out.
     Dtypes: which are taken, and the output's.
-    Kept: what is held for the backward pass, in bytes an element and bytes a statistic.
+    Kept: what is kept for the backward pass, in bytes per element and bytes per statistic.
     Raises: which errors, and when; "nothing" where there are none.
     Source: the paper, or what it follows.
 
@@ -135,7 +135,7 @@ def test_a_norm_shows_its_formula(name):
 @pytest.mark.parametrize("name", TENSORS)
 def test_kept_is_in_bytes(name):
     value = parts_of(name)["Kept"]
-    assert referred_to(name, value) or re.search(r"\d bytes an element.* \d+ bytes an? ", value)
+    assert referred_to(name, value) or re.search(r"\d bytes per element.* \d+ bytes per ", value)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -2,7 +2,9 @@
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,30 @@ INSTEAD = {
     r"rooms?": "package, or memory",
 }
 
+# of comments, of docstrings and of most pages
+PHRASES = {
+    r"in (?:the )?place of": "instead of",
+    r"handed|hands (?:in|on)": "passed",
+    r"looks? at|looked at": "reads, or examines",
+    r"lines? of memory": "contiguous, or a cache line",
+    r"the whole way": "the full path",
+    r"(?:un)?wanted": "requested",
+    r"moves? (?:once|twice)": "is updated",
+    r"as made": "as initialized",
+    r"but for": "except",
+    r"at hand": "current, or present",
+    r"admits?": "allows",
+    r"meets?": "is combined with",
+    r"anew": "again",
+    r"dear": "expensive",
+    r"for ever": "forever",
+    r"whoever": "code that",
+    r"bytes an? (?:element|row|channel|position|statistic)": "bytes per",
+    r"what is no": "anything that is not",
+}
+UNREAD = {"DESIGN.md", "CHANGELOG.md", "lean.md", "language_models.md"}  # pages
+UNDER_WORK = {"saving", "planning", "head", "record"}  # packages
+
 
 def prose(page):
     """What a reader reads as English: no code, no addresses, no comments."""
@@ -37,13 +63,15 @@ def prose(page):
     return re.sub(r"`+[^`]*`+|\]\([^)]*\)", "", text)
 
 
-def found_in(page):
-    return {w: use for w, use in INSTEAD.items() if re.search(rf"(?i)(?<![\w-])(?:{w})\b", prose(page))}
+def found_in(page, words=None):
+    text = prose(page)
+    return {w: use for w, use in (words or INSTEAD).items() if re.search(rf"(?i)(?<![\w-])(?:{w})\b", text)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_has_no_word_for_which_there_is_a_better_one(page):
-    assert found_in(page.read_text()) == {}
+    words = INSTEAD if page.name in UNREAD else INSTEAD | PHRASES
+    assert found_in(page.read_text(), words) == {}
 
 
 def test_such_a_word_is_found_in_prose_alone():
@@ -121,6 +149,60 @@ def test_such_a_word_is_found_in_docstrings_and_messages():
     source = 'def f():\n    if x:\n        raise E(f"{a} of stock\'s, {b} beside")\n    raise E(g("told"))\n'
     found = {line: set(found_in(text)) for line, text in messages(source)}
     assert found == {3: {"stock", "beside"}, 4: {"told|tells"}}
+
+
+def remarks(path):
+    """Line and text of each comment and docstring, without examples and names of code."""
+    source = path.read_text()
+    if path.suffix != ".py":
+        comments = re.finditer(r"//(.*)", source)
+        texts = [(source.count("\n", 0, one.start()) + 1, one[1]) for one in comments]
+    else:
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        texts = [(one.start[0], one.string) for one in tokens if one.type == tokenize.COMMENT]
+        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        having = [node for node in ast.walk(ast.parse(source)) if isinstance(node, nodes)]
+        texts += [
+            (node.body[0].lineno, words_of(ast.get_docstring(node) or "")) for node in having if node.body
+        ]
+    return [(line, re.sub(r"[\w.]+\(|\w+\.\w+|^ *\w+(?= +-> )", "", text)) for line, text in texts]
+
+
+SOURCES = [
+    ROOT / "setup.py",
+    *sorted((ROOT / "site").glob("*.py")),
+    *(p for p in sorted(SOURCE.rglob("*.py")) if p.relative_to(SOURCE).parts[0] not in UNDER_WORK),
+    *(
+        p
+        for p in sorted((ROOT / "csrc").rglob("*.*"))
+        if p.parent.name not in UNDER_WORK and p.suffix != ".md"
+    ),
+]
+ASKING = r"(?:# |// )?(?:Is|Has|Have|Does|May|Was|Were|Should) [^.;]*\?"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_comment_has_no_such_word(path):
+    said = [(line, found_in(text, INSTEAD | PHRASES)) for line, text in remarks(path)]
+    assert [(line, words) for line, words in said if words] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_function_that_answers_yes_or_no_says_whether(path):
+    """Only a package asks (`tests/test_architecture.py`): its first line is what a reader looks for."""
+    assert [(line, text) for line, text in remarks(path) if line > 1 and re.match(ASKING, text.strip())] == []
+
+
+def test_such_words_are_found_in_comments(tmp_path):
+    (tmp_path / "a.py").write_text(
+        'import a\n\n\ndef held():  # in place of stock\n    """Is it told?\n\n    >>> mend(held)\n    """\n'
+    )
+    (tmp_path / "a.h").write_text("// told(node): what is kept\nint held;  // whoever calls\n")
+    found = {name: dict(remarks(tmp_path / name)) for name in ("a.py", "a.h")}
+    assert found["a.py"] == {4: "# in place of stock", 1: "", 5: "Is it told?\n"}
+    assert set(found_in(found["a.py"][4], INSTEAD | PHRASES)) == {r"in (?:the )?place of", "stock"}
+    assert re.match(ASKING, found["a.py"][5])
+    assert [set(found_in(text, INSTEAD | PHRASES)) for text in found["a.h"].values()] == [set(), {"whoever"}]
 
 
 def test_a_change_is_one_line():

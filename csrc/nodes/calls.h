@@ -1,5 +1,5 @@
-// What a call of these functions is made of: tensors from Python, is it a usual one (as `usual_call` of
-// autograd/fast.py asks), operators and their arguments.
+// The parts of a call of these functions: tensors from Python, whether it is an ordinary call (by `usual_call` of
+// autograd/fast.py), operators and their arguments.
 #pragma once
 
 #include "tapes.h"
@@ -24,9 +24,9 @@ template <class Key> constexpr c10::DispatchKeySet of_named_dims() {
   else return {};
 }
 
-// Is nothing active in this thread that looks at operators, or stands in for tensors: no transform, tracer, mode?
-// Three modes may be: autocast, which does not know our operators, inference mode, and that of torch.matmul, which leaves
-// named dimensions out.
+// Whether nothing is active in this thread that sees operators or replaces tensors: no transform, tracer or mode.
+// Three modes are allowed: autocast, which does not know our operators, inference mode, and that of torch.matmul,
+// which drops named dimensions.
 inline bool plain_thread() {
   const auto now = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet no_grad(c10::DispatchKey::ADInplaceOrView);
@@ -36,7 +36,7 @@ inline bool plain_thread() {
   return now.included_ == c10::default_included_set - no_grad && left_out == (usual | c10::autograd_dispatch_keyset);
 }
 
-// A dense tensor of a CPU, or of CUDA, and nothing more: no wrapper, no lazy conjugation, no tangent.
+// A dense tensor on a CPU or on CUDA, and nothing more: no wrapper, no lazy conjugation, no tangent.
 inline bool plain(const Tensor& v) {
   using c10::BackendComponent;
   static const auto keys = [](bool inference) {
@@ -66,10 +66,10 @@ inline bool recorded(const Tensor& x, const Tensor& weight, const Tensor& bias) 
   const auto needs = [](const Tensor& v) { return v.defined() && v.requires_grad(); };
   return at::GradMode::is_enabled() && (needs(x) || needs(weight) || needs(bias));
 }
-// Of inference mode, so that autograd cannot save it?
+// Whether it belongs to inference mode, so that autograd cannot save it.
 inline bool in_inference(const Tensor& v) { return v.defined() && v.is_inference(); }
 
-// As is_contiguous(), the axis of channels behind all others.
+// As is_contiguous(), with the channel axis last.
 inline bool channels_last(const Tensor& x) {
   const auto sizes = x.sizes(), strides = x.strides();
   int64_t expected = 1;
@@ -86,7 +86,7 @@ inline bool channels_last(const Tensor& x) {
 }
 inline bool dense(const Tensor& x) { return x.dim() > 1 && (x.is_contiguous() || channels_last(x)); }
 
-// An argument; false where it is none that a usual call has. Whether tensors are on one device, Triton's tapes tell.
+// An argument; false if an ordinary call does not have it. Triton's tapes check that tensors are on one device.
 inline bool read(PyObject* from, Tensor& to, bool by_triton) {
   if (from == Py_None) return true;
   if (!THPVariable_CheckExact(from)) return false;
@@ -112,13 +112,13 @@ inline bool read(PyObject* from, c10::IValue& to) {
   return true;
 }
 
-// The arguments of every function of nodes.cpp: x, weight, bias, eps and act, or what rows have in its place.
+// The arguments of every function of nodes.cpp: x, weight, bias, eps and act, or the equivalent for rows.
 struct Given {
   Tensor x, weight, bias;
   double eps = 0;
   bool by_triton = false, records = false;
 
-  // The last argument of every function says whose kernels serve.
+  // The last argument of every function says whose kernels to use.
   bool read_from(PyObject* const* given, Py_ssize_t count) {
     by_triton = given[count - 1] == Py_True;
     if (!(plain_call() && read(given[0], x, by_triton) && read(given[1], weight, by_triton))) return false;
@@ -126,11 +126,11 @@ struct Given {
     records = recorded(x, weight, bias);
     return x.defined() && !(records && (in_inference(x) || in_inference(weight) || in_inference(bias)));
   }
-  // Is there no bias without a weight, nor one of another dtype?
+  // Whether there is no bias without a weight, and none of another dtype.
   bool alike() const { return !bias.defined() || (weight.defined() && weight.scalar_type() == bias.scalar_type()); }
 };
 
-// Running statistics, which a training batch moves.
+// Running statistics, which a training batch updates.
 struct Running {
   Tensor mean, var, num_batches;
   c10::IValue momentum;
@@ -152,7 +152,7 @@ struct Running {
   bool given() const { return mean.defined(); }
 };
 
-// An operator's arguments; a tensor that is not defined is None.
+// An operator's arguments; an undefined tensor is None.
 inline c10::IValue argument(const Tensor& v) { return v.defined() ? c10::IValue(v) : c10::IValue(); }
 template <class T> c10::IValue argument(const T& v) { return v; }
 template <class... Arguments> Stack stack_of(const Arguments&... given) {
@@ -163,20 +163,20 @@ template <class... Arguments> Stack stack_of(const Arguments&... given) {
 }
 inline Tensor tensor(Stack& results, size_t i) { return std::move(results[i]).toTensor(); }
 
-// An operator of the kernels, by its name, below autograd; its results take the place of its arguments.
+// An operator of the kernels, by its name, below autograd; its results replace its arguments.
 struct Operator {
   const std::string name;
   const c10::OperatorHandle handle;
 
   explicit Operator(const char* name)
       : name(name), handle(c10::Dispatcher::singleton().findSchemaOrThrow((std::string("leannorm::") + name).c_str(), "")) {}
-  // False where Triton's kernel has seen no such call, which Python is to make then.
+  // False if Triton's kernel has seen no such call, which Python then has to make.
   bool operator()(Stack& stack, bool by_triton) const {
     if (by_triton) return tapes().repeat(name, stack);
     handle.callBoxed(&stack);
     return true;
   }
-  // False also if the CPU's kernel has refused its arguments: then it has written nothing.
+  // Also false if the CPU's kernel has rejected its arguments: then it has written nothing.
   bool taken(Stack& stack, bool by_triton) const {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (by_triton) return tapes().repeat(name, stack);
@@ -189,7 +189,7 @@ struct Operator {
   }
 };
 
-// A new tensor for Python, made while other threads of Python run; None where it is not defined.
+// A new tensor for Python, made while other threads of Python run; None if it is not defined.
 template <class Make> PyObject* result(Make make) {
   Tensor made;
   {
@@ -199,7 +199,7 @@ template <class Make> PyObject* result(Make make) {
   return THPVariable_Wrap(std::move(made));
 }
 
-// A node behind the pointer that this release of torch counts references with.
+// A node behind the pointer type that this release of torch counts references with.
 template <class Kind, class Pointer> auto new_node() {
   if constexpr (std::is_constructible_v<Pointer, std::shared_ptr<Kind>>)
     return std::shared_ptr<Kind>(new Kind(), [](auto* node) { deleteNode(node); });  // torch's, where it has it

@@ -1,5 +1,5 @@
-// Which nodes work in place, where they do not tell: seen when their operator was called. An addition's node is the same
-// whether it made a new tensor or edited its first input.
+// Which nodes work in place, if they do not show it: seen when their operator was called. An addition's node is the
+// same whether it made a new tensor or edited its first input.
 #pragma once
 
 #include "graph.h"
@@ -11,7 +11,8 @@
 
 namespace leannorm {
 
-// What one thread has called while passes were open in it. Operators and nodes go by the number of the next node.
+// What one thread has called while passes were open in it. The number of the next node identifies operators and
+// nodes.
 struct Edits {
   static constexpr size_t kMost = 1 << 16;
   std::vector<uint64_t> in_place;  // ascending
@@ -50,7 +51,7 @@ inline void stop_watching() {
   if (edits.passes > 0 && --edits.passes == 0) at::removeCallback(edits.handle);
 }
 
-// Does anyone else listen to operators in this thread, such as a profiler?
+// Whether anyone else listens to operators in this thread, such as a profiler.
 inline bool others_listen() {
   if (!at::hasCallbacks()) return false;
   const auto called = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
@@ -65,7 +66,7 @@ inline InPlace worked_in_place(const Node& node) {
   if (!watched || !own) return InPlace::kUnknown;
   return std::binary_search(edits.in_place.begin(), edits.in_place.end(), node.sequence_nr()) ? InPlace::kYes : InPlace::kNo;
 }
-// worked_in_place(node): None where that was not seen.
+// worked_in_place(node): None if that was not seen.
 inline std::optional<bool> asked_in_place(py::handle object) {
   const Node* const node = node_of(object.ptr());
   const InPlace told = node == nullptr ? InPlace::kUnknown : worked_in_place(*node);

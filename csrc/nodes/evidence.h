@@ -1,5 +1,5 @@
-// What lean() compares a tensor and a node by, read without Python's share: some of a tensor's bytes, its version
-// counter, and what a node tells. evidence.py and graph.py say what is read and do the same.
+// What lean() compares tensors and nodes by, read without Python: some of a tensor's bytes, its version counter, and
+// a node's attributes. evidence.py and graph.py define what is read and do the same.
 #pragma once
 
 #include "graph.h"
@@ -17,7 +17,7 @@
 
 namespace leannorm {
 
-// A reference to a Python object, its own.
+// An owning reference to a Python object.
 class Ref {
  public:
   explicit Ref(PyObject* object = nullptr) : object_(object) {}
@@ -39,7 +39,7 @@ class Ref {
 
 // ---------------------------------------------------------------- tensors
 
-// Do the elements lie without gaps?
+// Whether the elements have no gaps.
 inline bool fills_its_memory(const at::Tensor& v) {
   if (v.is_contiguous()) return true;
   int64_t extent = 1;
@@ -47,7 +47,7 @@ inline bool fills_its_memory(const at::Tensor& v) {
   return extent == v.numel();
 }
 
-// The size and some of the bytes, as evidence.py says which; false where there are none to read.
+// The size and some of the bytes, chosen as in evidence.py; false if there are none to read.
 constexpr int64_t kRuns = 4, kRun = 256, kPlaces = 256, kPlace = 8;
 
 inline bool sample_into(const at::Tensor& v, std::string& found) {
@@ -131,7 +131,7 @@ inline PyObject* scale_and_shift(PyObject*, PyObject* const* arguments, Py_ssize
 
 // ---------------------------------------------------------------- nodes
 
-// Bytes that are equal only where everything that was put there is.
+// Bytes that are equal only if everything that was put there is equal.
 struct Told {
   std::string bytes;
   bool all = true;  // could everything be put there?
@@ -180,7 +180,7 @@ struct Told {
       if (producer) put(producer->input_metadata(output));
     }
   }
-  // What the node behind this object shows under these names.
+  // The attributes with these names of the node behind this object.
   void put_constants(PyObject* object, PyObject* names) {
     for (Py_ssize_t i = 0; all && i < PyTuple_GET_SIZE(names); ++i) {
       const Ref kept(PyObject_GetAttr(object, PyTuple_GET_ITEM(names, i)));
@@ -191,8 +191,8 @@ struct Told {
   }
 };
 
-// told(node, names): the shape, dtype and device of each output and input, and what the node shows under these names,
-// as bytes; None where Python is to read it.
+// told(node, names): the shape, dtype and device of each output and input, and the node's attributes with these
+// names, as bytes; None if Python has to read it.
 inline PyObject* told(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 2 && PyTuple_Check(arguments[1]));

@@ -1,4 +1,4 @@
-// What a node tells of itself: the tensors that it saved, as hooks have packed them, and its constants.
+// What a node shows: the tensors that it saved, as hooks have packed them, and its constants.
 #pragma once
 
 #include "evidence.h"
@@ -16,7 +16,7 @@
 
 namespace leannorm {
 
-// The tensors that a recipe reads of those that a class of nodes saves, by name.
+// The tensors that recipes read, of those that a class of nodes saves, by name.
 struct Fields {
   std::vector<const char*> names;
   std::vector<const SavedVariable* (*)(const Node*)> of;
@@ -79,7 +79,7 @@ inline const Fields& fields_of(const Node* node) {
   return *fields;
 }
 
-// Is it of an autograd function in Python? By name: torch does not export the type.
+// Whether it is the node of an autograd function in Python. By name: torch does not export the type.
 inline bool is_python(const Node* node) {
   static const std::type_info* known = nullptr;
   const std::type_info& type = typeid(*node);
@@ -92,12 +92,12 @@ inline Ref python_function(const Node* node) {
   Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
   return object && THPFunction_Check(object.get()) ? std::move(object) : Ref();
 }
-// What classes of nodes, of a function in Python if there is one, are told apart by: it stays while the class is there.
+// What distinguishes classes of nodes, or of functions in Python: it stays as long as the class exists.
 inline const void* class_id(const Node* node, PyObject* function) {
   return function != nullptr ? static_cast<const void*>(Py_TYPE(function)) : &typeid(*node);
 }
 inline const void* class_id(const Node* node) { return class_id(node, python_function(node).get()); }
-// The tensors that a node, of a function in Python if there is one, has saved in their places; null where it has not yet.
+// The tensors that a node, or a function in Python, has saved, in order; null if it has not saved them yet.
 class SavedOf {
  public:
   SavedOf(const Node* node, PyObject* function) : node_(node), fields_(fields_of(node)) {
@@ -114,7 +114,7 @@ class SavedOf {
   const std::vector<SavedVariable>* own_ = nullptr;
 };
 
-// What a hook has packed the tensor as, a new reference; null where no hook has.
+// What a hook has packed the tensor as, a new reference; null if no hook has.
 inline Ref packed_by_hook(const SavedVariable* saved) {
   if (!saved->has_hooks()) return Ref();
   auto data = saved->retrieve_unpack_hook_data();
@@ -130,7 +130,7 @@ template <class Kind> const Kind* as(const Node* node) {
   return typeid(*node) == typeid(Kind) ? static_cast<const Kind*>(node) : nullptr;
 }
 
-// All that a node tells but tensors, as `told` (`names`: of its constants); empty where that cannot be compared.
+// Everything that a node shows except tensors, as `told` (`names`: of its constants); empty if it cannot be compared.
 inline std::string all_told(const Node* node, PyObject* names) {
   Told told;
   told.bytes.reserve(256);
@@ -146,7 +146,7 @@ inline std::string all_told(const Node* node, PyObject* names) {
   } else if (const auto* const norm = as<torch::autograd::generated::NativeBatchNormBackward0>(node);
              norm != nullptr && PyTuple_GET_SIZE(names) == 2) {  // read in Python, it would keep an object of Python's
     told.raw(norm->eps), told.raw(norm->training);
-  } else if (is_python(node)) {  // what its function has put there is compared itself
+  } else if (is_python(node)) {  // what its function has stored there is compared separately
   } else if (PyTuple_GET_SIZE(names) != 0) {
     const Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
     told.put_constants(object.get(), names);

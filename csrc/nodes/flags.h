@@ -8,7 +8,7 @@
 
 namespace leannorm {
 
-// A flag: its getter in Python, or a precision of float32 products, of which torch's own getter takes two names.
+// A flag: its getter in Python, or a precision of float32 products, whose getter in torch takes two names.
 struct Flag {
   PyObject* getter;
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
@@ -50,7 +50,7 @@ inline std::vector<Flag>& all_flags() {
   return *flags;
 }
 
-// Are these the global flags now?
+// Whether these are the global flags now.
 inline bool are_flags(PyObject* flags) {
   Py_ssize_t i = 0;
   for (const Flag& flag : all_flags())

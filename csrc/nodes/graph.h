@@ -1,4 +1,4 @@
-// What autograd knows of a node and Python cannot ask: the thread that made it, and what it does to a view.
+// What autograd knows about a node and Python cannot ask: the thread that made it, and what it does to a view.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -13,7 +13,7 @@ namespace leannorm {
 
 using torch::autograd::Node;
 
-// Python objects of functions hold their nodes in another way in other releases of torch.
+// Other releases of torch store the nodes of functions in Python in another way.
 template <class Pointer> Node* pointed_to(const Pointer& pointer) {
   if constexpr (requires { pointer.lock(); }) return pointer.lock().get();
   else return pointer.get();
@@ -27,7 +27,7 @@ inline Node* node_of(PyObject* object) {
                                                        : nullptr;
 }
 
-// thread_of(node): numbers of threads never come again within a process.
+// thread_of(node): numbers of threads are never reused within a process.
 inline PyObject* thread_of(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   Node* const node = node_of(object);
@@ -36,8 +36,8 @@ inline PyObject* thread_of(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// Does a backward pass that begins at `root` come to the node that was saving when this was the next node's number? Not
-// if that is another thread's, or far away.
+// Whether a backward pass that begins at `root` reaches the node that was saving when this was the next node's
+// number. False if that is another thread's, or far away.
 inline bool comes_to(const Node* root, uint64_t number) {
   constexpr uint64_t kFarthest = 1 << 14;
   const uint64_t first = number - 1, last = root->sequence_nr(), thread = root->thread_id();
@@ -59,8 +59,8 @@ inline bool comes_to(const Node* root, uint64_t number) {
   return false;
 }
 
-// While it lives, torch's compiler leaves alone what this thread calls: where it has left code to Python, it watches
-// all that this calls, and would compile our functions too.
+// While it exists, torch's compiler leaves this thread's calls alone: after a graph break it watches everything that
+// the Python code calls, and would compile our functions too.
 class Unwatched {
  public:
   Unwatched() {
@@ -81,7 +81,7 @@ class Unwatched {
   static py::object watch(const py::object& callback) {
     static const auto* const set = new py::object(
         py::getattr(py::module_::import("torch._C._dynamo.eval_frame"), "set_eval_frame", py::none()));
-    return set->is_none() ? py::object() : (*set)(callback);  // a release that names it otherwise
+    return set->is_none() ? py::object() : (*set)(callback);  // a release with another name for it
   }
   py::object before_;
 };
@@ -91,8 +91,8 @@ inline PyObject* layout_of(const at::TensorGeometry& geometry) {
   return py::make_tuple(sizes, strides, geometry.storage_offset()).release().ptr();
 }
 
-// in_view(node): what wrote into a view of a base, where `node` is the base's CopySlices: its node, and sizes,
-// strides and offset of the base and of the view. None where the view is not told by these.
+// in_view(node): what wrote into a view of a base, if `node` is the base's CopySlices: its node, and sizes, strides
+// and offset of the base and of the view. None if these do not determine the view.
 inline PyObject* in_view(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   const auto* const slices = dynamic_cast<torch::autograd::CopySlices*>(node_of(object));

@@ -1,5 +1,5 @@
-// A kind of save: what the Python search (saving/search.py) found for one tensor, and all that it depends on. A later
-// save of which the same is true gets the same step, without a search.
+// A kind of save: what the Python search (saving/search.py) found for one tensor, and everything that it depends on.
+// A later save for which the same is true gets the same step, without a search.
 #pragma once
 
 #include "leaves.h"
@@ -16,22 +16,22 @@ namespace leannorm {
 
 constexpr int kMostChecks = 8, kMostFields = 9, kMostEdges = 6;
 
-// Where the value behind an edge is: none, not asked for, a leaf, registered at its node (`at`: its sort), or made by a
-// step of its own (`at`: the check of its node).
+// Where the value behind an edge is: none, not asked for, a leaf, registered at its node (`at`: its sort), or made by
+// a step of its own (`at`: the check of its node).
 struct Edge {
   enum How { kNone, kAny, kLeaf, kValue, kMade } how;
   int64_t at;
 };
 
-// One node that the search looked at.
+// One node that the search read.
 struct Check {
   const void* type;
   uint32_t output;
-  bool newest;  // was it still saving, when the search ran?
+  bool newest;  // whether it was still saving when the search ran
   std::string told;
-  Ref constants;  // their names; of a function in Python, all that it has put there
+  Ref constants;  // their names; for a function in Python, everything that it has stored there
   std::vector<Edge> edges;
-  std::vector<int64_t> fields;  // the sort of each, or -1 for what is no value
+  std::vector<int64_t> fields;  // the sort of each, or -1 if it is not a value
 };
 
 // Where a step's input is found.
@@ -40,8 +40,8 @@ struct Source {
   int check, index;
 };
 
-// What a norm captures: nothing, the bias of the call, of `at` values (or none, as the call had none), a copy of what the node has
-// saved in a field, that itself, or a copy of the leaf behind an edge.
+// What a norm captures: nothing, the bias of the call, of `at` values (or none, if the call had none), a copy of what
+// the node has saved in a field, the saved tensor itself, or a copy of the leaf behind an edge.
 struct Part {
   enum How { kAbsent, kOfCall, kAbsentInCall, kCopy, kItself, kCopyOfLeaf } how;
   int at;
@@ -52,8 +52,8 @@ struct Template {
   int check;
   Ref step, name, shape, dtype;
   std::vector<Source> inputs;
-  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has in place of its
-  // own, behind so many copies, or parts, each of its own
+  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has instead of its
+  // own, after `copies` copies, or parts, each of its own
   enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kParts } captured;
   int copies, products;
   std::vector<Part> parts;
@@ -69,12 +69,13 @@ struct Kind {
   at::Device device;
   std::vector<int64_t> sizes, strides;
   std::vector<Check> checks;
-  std::vector<Template> templates;  // the tensor's own first; empty where it is held
-  std::vector<int> same;  // of each field and edge, the first that had the same value
+  std::vector<Template> templates;  // the tensor's own first; empty if it is kept
+  std::vector<int> same;  // for each field and edge, the first that had the same value
   std::vector<size_t> first;  // of each check, its first place there
   Ref flags, why, seconds;
   bool is_view;
-  // A copy within a view's step is laid out as the view's base: which check made that (-1: none did) and its layout.
+  // A copy within a view's step has the layout of the view's base: the check that made it (-1: none did) and its
+  // layout.
   static constexpr int kNotAsked = -2;
   int base;
   std::vector<int64_t> base_sizes, base_strides;
@@ -110,7 +111,7 @@ inline bool is_exactly(PyObject* a, PyObject* b) {
   return same == 1;
 }
 
-// Has a function in Python the same attributes as before?
+// Whether a function in Python has the same attributes as before.
 inline bool has_put(PyObject* function, PyObject* before) {
   static PyObject* const name = PyUnicode_InternFromString("__dict__");
   return is_exactly(get(function, name).get(), before);
@@ -123,7 +124,7 @@ class Match {
     nodes_[0] = t.grad_fn().get(), found_.resize(kind.same.size());
   }
 
-  // Is all true that the search had found?
+  // Whether everything that the search had found is true.
   bool holds() {
     if (kind_.flags.get() != now_.flags) return false;
     for (size_t i = 0; i < kind_.checks.size(); ++i)
@@ -134,7 +135,7 @@ class Match {
   // The tensor's own step.
   Ref step() { return step_of(kind_.templates[0]); }
 
-  // To be called once the step is used: values of steps within it are found at their nodes.
+  // Call this once the step is used: values of steps within it are found at their nodes.
   void record_made() {
     for (auto& [check, value] : made_) {
       const Ref lookup = checked(PyWeakref_NewRef(value.get(), nullptr));
@@ -196,7 +197,8 @@ class Match {
     return true;
   }
 
-  // Were the same of these values one and the same? A product of a tensor with itself is no product of two.
+  // Whether the same of these values are identical. A product of a tensor with itself is not a product of two
+  // tensors.
   bool same_as_before() const {
     for (size_t at = 0; at < found_.size(); ++at) {
       size_t first = at;
@@ -243,7 +245,7 @@ class Match {
     return value;
   }
 
-  // Of a template: `first` in the place of its first input, then the others.
+  // From a template: `first` as its first input, then the others.
   Ref values_of(const Template& how, PyObject* first) {
     if (first != nullptr && how.inputs.size() == 1) return borrowed(first);
     const Py_ssize_t before = first == nullptr ? 0 : PyTuple_GET_SIZE(first);
@@ -290,7 +292,7 @@ class Match {
     }
     return out_of_circles(std::move(made));
   }
-  // Of a step with these inputs; as Step.told. Throws where there are too many.
+  // Of a step with these inputs; as Step.told. Throws if there are too many.
   std::pair<Ref, Ref> depth_and_runs(PyObject* inputs) const {
     long depth = 1, runs = 1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
@@ -303,15 +305,15 @@ class Match {
     if (depth > now_.most_in_a_row || runs > now_.most_runs) throw Unusual();
     return {checked(PyLong_FromLong(depth)), checked(PyLong_FromLong(runs))};
   }
-  // A leaf that a node saved without a sample: what it holds now may not be what the node has read.
+  // A leaf that a node saved without a sample: its present values may not be those that the node has read.
   static bool is_unproved_leaf(PyObject* value) {
     if (get(value, slots.sample).get() != Py_None || number(value, slots.users) == 0) return false;
     const Ref tensor = get(value, slots.tensor);
     const Tensor* const leaf = tensor_of(tensor.get());
-    return leaf != nullptr && leaf->is_cpu() && leaf->requires_grad();  // of a device none is sampled
+    return leaf != nullptr && leaf->is_cpu() && leaf->requires_grad();  // tensors on a device are not sampled
   }
 
-  // The tensor of a value that is held, unedited; undefined for none.
+  // The tensor of a value that is kept, unedited; undefined if there is none.
   static Tensor look(PyObject* value) {
     if (value == nullptr) return Tensor();
     const Ref held = as_pinned(value);
@@ -320,7 +322,7 @@ class Match {
     if (!matches(get(value, slots.sample).get(), *v)) throw Unusual();
     return *v;
   }
-  // What the call told that saved this field: eps, bias, reads_buffers, moves_affine, causal (calls.py).
+  // What the call that saved this field showed: eps, bias, reads_buffers, moves_affine, causal (calls.py).
   Ref call_told_by(const Template& how, int at) {
     PyObject* const value = field(how.check, at).get();
     if (value == nullptr) throw Unusual();
@@ -357,7 +359,7 @@ class Match {
     }
     return made;
   }
-  // scale and shift of a batch norm, whose call its statistics tell
+  // scale and shift of a batch norm, whose statistics show the call
   Ref statistics(const Template& how) {
     const Ref* const fields = &field(how.check, 0);  // input, weight, result1, result2
     const Tensor weight = look(fields[1].get()), mean = look(fields[2].get()), rstd = look(fields[3].get());
@@ -368,7 +370,7 @@ class Match {
     if (!as_before || (bias != nullptr && bias->numel() != mean.numel())) throw Unusual();
     const auto [scale, shift] = scale_and_shift_of(mean, rstd, weight, bias == nullptr ? Tensor() : *bias);
     Ref first = checked(THPVariable_Wrap(scale));
-    if (weight.defined()) first = out_of_circles(std::move(first));  // else it is what the node saved, which others may hold
+    if (weight.defined()) first = out_of_circles(std::move(first));  // otherwise the node saved it, others may keep it
     const Ref second = out_of_circles(checked(THPVariable_Wrap(shift)));
     return out_of_circles(checked(PyTuple_Pack(2, first.get(), second.get())));
   }
@@ -377,7 +379,7 @@ class Match {
   const Kind& kind_;
   const Tensor& tensor_;
   std::array<Node*, kMostChecks> nodes_{};
-  c10::SmallVector<Ref, 24> found_;  // of each check, in the order of `same`: its fields, then its edges
+  c10::SmallVector<Ref, 24> found_;  // for each check, in the order of `same`: its fields, then its edges
   std::vector<std::pair<int, Ref>> made_;
 };
 

@@ -1,4 +1,4 @@
-// How memo.py hands over what a search has found, and what Python has of this library for lean().
+// How memo.py passes on what a search has found, and what Python gets from this library for lean().
 #pragma once
 
 #include "memo.h"
@@ -38,7 +38,7 @@ inline Template template_of(py::handle from) {
 
 constexpr size_t kMostOfOneLayout = 12, kMostKinds = 8192;
 
-// learn(tensor, next, kind): of the tensor that is packed now; returns whether there was room.
+// learn(tensor, next, kind): of the tensor that is packed now; returns whether there was space.
 inline bool learn(Memo& memo, const Tensor& t, uint64_t next, py::handle from) {
   auto made = std::make_shared<Kind>(Kind{.device = t.device()});
   Node* const node = t.grad_fn().get();

@@ -1,7 +1,7 @@
-// What steps read that may not be what it was: leaves, and what other branches have saved.
+// What steps read that may have changed: leaves, and what other branches have saved.
 //
-// Leaves that got other data (`leaf.data = other`) while passes were open. Where the old data come back, neither version
-// counter nor contents tell of it, but what nodes have read in between was other.
+// Leaves that got other data (`leaf.data = other`) while passes were open. If the old data come back, neither version
+// counter nor contents show it, but nodes have read other data in between.
 #pragma once
 
 #include "sorts.h"
@@ -17,7 +17,7 @@ struct OtherData {
   std::mutex mutex;
   int passes = 0;
   setter in_torch = nullptr;             // what sets `data`; null where this torch has it elsewhere
-  std::unordered_set<const void*> seen;  // tensors, of all threads; those that are gone do no harm
+  std::unordered_set<const void*> seen;  // tensors, of all threads; those that no longer exist do no harm
   std::atomic<bool> any = false;
 };
 inline OtherData& other_data = *new OtherData;  // never destroyed
@@ -53,7 +53,7 @@ inline void stop_watching_leaves() {
   other_data.seen.clear(), other_data.any = false;
 }
 
-// Had the leaf other data since the first of the passes began that are open? True where that is not known.
+// Whether the leaf had other data since the first of the open passes began. True if that is not known.
 inline bool had_other_data(const at::Tensor& leaf) {
   if (other_data.in_torch == nullptr) return true;
   if (!other_data.any) return false;
@@ -61,7 +61,7 @@ inline bool had_other_data(const at::Tensor& leaf) {
   return other_data.seen.count(leaf.unsafeGetTensorImpl()) != 0;
 }
 
-// Does the leaf hold what a node of this pass read? As leaves.py.
+// Whether the leaf has the values that a node of this pass read. As leaves.py.
 inline bool proves(const Now& now, PyObject* leaf) {
   const Ref id = checked(PyLong_FromVoidPtr(leaf));
   PyObject* const before = PyDict_GetItemWithError(now.before, id.get());
@@ -72,7 +72,7 @@ inline bool proves(const Now& now, PyObject* leaf) {
          matches(PyTuple_GET_ITEM(before, 2), *v);
 }
 
-// Does a backward pass that comes to these nodes come to those that have saved what is held of this value? As
+// Whether a backward pass that reaches these nodes reaches those that have saved what is kept of this value. As
 // Search._is_read_below.
 inline bool is_read_below(std::array<const Node*, 2> roots, PyObject* value) {
   const Ref step = get(value, slots.step);

@@ -1,4 +1,4 @@
-// What a pass holds and rebuilds, as saving/ledger.py lists it, read when the pass ends.
+// What a pass keeps and rebuilds, as saving/ledger.py lists it, read when the pass ends.
 #pragma once
 
 #include "sorts.h"
@@ -14,7 +14,7 @@ inline PyObject* root_of(PyObject* value) {
   return in_its_place(root, slots.step) == Py_None ? value : root;
 }
 
-// rows(references): the fields of all rows, as Ledger._rows tells them; None where Python is to read them.
+// rows(references): the fields of all rows, as Ledger._rows returns them; None if Python has to read them.
 inline PyObject* rows(PyObject*, PyObject* references) {
   HANDLE_TH_ERRORS
   try {
@@ -39,7 +39,7 @@ inline PyObject* rows(PyObject*, PyObject* references) {
         const Ref layout = layouts.of(tensor, *t);
         PyObject *const shape = PyTuple_GET_ITEM(layout.get(), 0), *const dtype = PyTuple_GET_ITEM(layout.get(), 2);
         put(value, shape, dtype, is_first ? t->storage().nbytes() : 0, false, Py_None);
-      } else if (seen.insert(value).second) {  // a value that was held first is listed twice
+      } else if (seen.insert(value).second) {  // a value that was kept first is listed twice
         PyObject* const root = root_of(value);
         const size_t bytes = roots.insert(root).second ? number(root, slots.frees) : 0;
         const bool is_held = field_of(value, kKind) == nullptr || is_kind(value, "held");

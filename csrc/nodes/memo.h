@@ -1,5 +1,5 @@
-// The first hook of lean(): a save that is like an earlier one becomes the same kind of value without Python. What is
-// unusual, and whatever is not proved, Python's hook (saving/packing.py) does, for that one tensor.
+// The first hook of lean(): a save that is like an earlier one becomes the same kind of value without Python. For an
+// unusual tensor, and for whatever is not proved, Python's hook (saving/packing.py) does it, for that one tensor.
 #pragma once
 
 #include "edits.h"
@@ -29,7 +29,7 @@ inline void in_ledger(State* p, PyObject* value) {
     p->most_values = PyLong_AsLong(checked(PyObject_CallMethodNoArgs(p->ledger.get(), names().drop_dead)).get());
 }
 
-// As is_parameter of evidence.py, of a base.
+// As is_parameter of evidence.py, for a base.
 inline bool is_leaf_or_parameter(at::TensorBase of) {
   const Tensor base(std::move(of));
   if (base.requires_grad() && base.is_leaf()) return true;
@@ -38,7 +38,8 @@ inline bool is_leaf_or_parameter(at::TensorBase of) {
   return Py_TYPE(object.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
 }
 
-// A view of a leaf that was edited before, such as a layer's transposed weight after the first step: nothing is asked.
+// A view of a leaf that was edited before, such as a layer's transposed weight after the first step: nothing is
+// checked.
 inline bool views_edited_leaf(const Tensor& t, const Node* node, const NodeClass& of, long version) {
   if (version == 0 || !of.alias || !t.is_view() || node->next_edges().empty()) return false;
   return as<torch::autograd::AccumulateGrad>(node->next_edge(0).function.get()) != nullptr;
@@ -57,12 +58,12 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
     }
     return finished(p, std::move(value));
   }
-  // a mask, or integers: their values say how they are held; a mask was written (masks.py)
+  // a mask, or integers: their values decide how they are kept; a mask was written (masks.py)
   const bool alone = Py_REFCNT(object) <= p->alone;
   const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && (!alone || version == 0));
   if (!as_it_is) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);
-  const bool integers = t.scalar_type() == at::kLong;  // as the state of random numbers: no call tells of them
+  const bool integers = t.scalar_type() == at::kLong;  // such as the state of random numbers: no call shows them
   PyObject* const call = integers ? Py_None : call_of(p);
   set(value.get(), slots.call, call);
   if (large && alone) set(value.get(), slots.name, name_of_caller()), set(value.get(), slots.why, p->kept);
@@ -98,8 +99,8 @@ inline const NodeClass& class_of(State* p, const Node* node) {
   }
 }
 
-// Does a tensor of this version hold the node's output, unedited? Throws where it may not, and is false where a node
-// may have worked in place and does not tell; as search.py.
+// Whether a tensor of this version has the node's output, unedited. Throws if it may not, and is false if a node may
+// have worked in place and does not show it; as search.py.
 inline bool as_made(State* p, Node* node, uint32_t output, long version, int depth = 0) {
   namespace of = torch::autograd::generated;
   if (version == 0) return true;
@@ -140,7 +141,7 @@ inline bool laid_out_as(const Kind& kind, const Tensor& t) {
   return kind.dtype == t.scalar_type() && t.sizes() == c10::IntArrayRef(kind.sizes) && t.strides() == c10::IntArrayRef(kind.strides);
 }
 
-// The same tensor again; null where no value is known.
+// The same tensor again; null if no value is known.
 inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known) {
   if (!known.value) {
     if (known.is_packed) throw Unusual();
@@ -152,7 +153,7 @@ inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known)
   if (layout.get() != before.get() && PyObject_RichCompareBool(layout.get(), before.get(), Py_EQ) != 1) throw Unusual();
   const bool rebuilt = get(value, slots.step).get() != Py_None && get(value, slots.memory).get() == Py_None;
   if (rebuilt && !matches(get(value, slots.sample).get(), t)) throw Unusual();
-  // two calls save it: neither speaks for the other
+  // two calls save it: the arguments of neither count for the other
   if (const Ref call = get(value, slots.call); call.get() != Py_None && call.get() != call_of(p)) set(value, slots.call, Py_None);
   use(value);
   return std::move(known.value);
@@ -163,7 +164,7 @@ inline Ref held(State* p, const Tensor& t, PyObject* name) {
   return new_value(bare.get(), t._version(), Py_None, name);
 }
 
-// Is it made of what was copied for it? The ledger counts that.
+// Whether it is made of what was copied for it. The ledger counts that.
 inline bool has_copied_part(PyObject* root) {
   PyObject* const inputs = field_of(root, kInputs);
   for (Py_ssize_t i = 0; inputs != nullptr && i < PyTuple_GET_SIZE(inputs); ++i)
@@ -197,7 +198,7 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   return value;
 }
 
-// Why a tensor is held whose like the last pass searched in vain, as packing.py; null where it must be searched.
+// Why a tensor is kept when the last pass searched for its like in vain, as packing.py; null if it must be searched.
 struct Vain {
   Ref order, seen_as, why;
 
@@ -216,7 +217,7 @@ inline Vain in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass
   return found;
 }
 
-// What a held tensor gives access to, a view its base and a concatenation its parts, is registered; as _offers.
+// What a kept tensor gives access to (a view its base, a concatenation its parts) is registered; as _offers.
 inline void offer(State* p, PyObject* value, PyObject* object, const Tensor& t, Node* node, const NodeClass& of) {
   if (!of.joins) {
     const Tensor base(t._base());
@@ -239,11 +240,11 @@ inline void offer(State* p, PyObject* value, PyObject* object, const Tensor& t, 
   checked(PyObject_VectorcallMethod(names()._offers, given, 5, nullptr));
 }
 
-// What the plan that the pass follows says of a tensor; as Following.rebuilds. Throws where it was made for another.
+// What the plan that the pass follows decides for a tensor; as Following.rebuilds. Throws if it was made for another.
 struct Planned {
   Ref call;  // null without a plan
   bool rebuild = true;
-  Ref why;  // it is held, where it is not rebuilt
+  Ref why;  // it is kept unless it is rebuilt
 };
 inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
   if (p->following.get() == Py_None || t.numel() < p->smallest) return {};
@@ -264,7 +265,8 @@ inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const Nod
 inline void note_call(State* p, const Planned& plan) {
   if (plan.call && PyList_Append(p->calls.get(), plan.call.get()) != 0) throw Unusual();
 }
-// Where a step that reads this value must be compared, it finds the tensor, if that is alive; as Packing._remember.
+// If a step that reads this value must be compared, it finds the tensor, as long as that is alive; as
+// Packing._remember.
 inline void remember(State* p, PyObject* value, PyObject* object, bool is_held) {
   set(value, slots.place, checked(PyLong_FromSsize_t(PyList_GET_SIZE(p->calls.get()))));
   if (is_held) return;
@@ -273,7 +275,7 @@ inline void remember(State* p, PyObject* value, PyObject* object, bool is_held) 
   checked(PyObject_CallMethodOneArg(recent.get(), names().append, object));
 }
 
-// The kind of save that this one is of, with what it matched; null where none is known.
+// The kind of this save, with what it matched; null if none is known.
 inline std::shared_ptr<const Kind> kind_of(State* p, const Tensor& t, Node* node, std::optional<Match>& match) {
   const uint32_t output = t.output_nr(), version = t._version();
   const bool newest = node->sequence_nr() + 1 == p->now.next;
@@ -290,7 +292,7 @@ inline std::shared_ptr<const Kind> kind_of(State* p, const Tensor& t, Node* node
   return nullptr;
 }
 
-// What a node has put out.
+// What a node has returned.
 inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const uint32_t output = t.output_nr();
   const NodeClass& of = class_of(p, node);
@@ -302,9 +304,9 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const bool edited = views_edited_leaf(t, node, of, version);
   const bool is_sure = edited || as_made(p, node, output, version);
   const bool large = size >= p->smallest;
-  const long whole = t.is_view() ? t.storage().nbytes() / t.element_size() : size;  // which a view would hold
+  const long whole = t.is_view() ? t.storage().nbytes() / t.element_size() : size;  // which a view would keep alive
   const bool worth = large && (p->everything || whole * p->much_larger > std::max(p->largest, size));
-  Ref value, why;  // it is rebuilt, or held for a reason
+  Ref value, why;  // it is rebuilt, or kept for a reason
   Vain vain;
   std::shared_ptr<const Kind> kind;
   std::optional<Match> match;
@@ -344,7 +346,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   return finished(p, std::move(value));
 }
 
-// Is it a tensor like most, packed where this pass began?
+// Whether it is an ordinary tensor, packed in the thread where this pass began.
 inline bool is_usual(State* p, PyObject* object) {
   if (!THPVariable_CheckExact(object) || at::RecordFunction::currentThreadId() != p->now.thread) return false;
   if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
@@ -374,7 +376,7 @@ inline PyObject* pack(PyObject* self, PyObject* object) {
   State* const p = reinterpret_cast<PassObject*>(self)->state;
   ++p->seen, p->now.saved_too = nullptr;
   try {
-    const bool has_goal = p->following.get() != Py_None && p->plan.get() == Py_None;  // a plan is made of the pass
+    const bool has_goal = p->following.get() != Py_None && p->plan.get() == Py_None;  // a plan is made from the pass
     if (!has_goal && is_usual(p, object)) {
       p->now.next = at::sequence_number::peek();
       const Tensor t = THPVariable_Unpack(object);
@@ -388,7 +390,7 @@ inline PyObject* pack(PyObject* self, PyObject* object) {
   } catch (const Unusual&) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     PyErr_Clear();
-  } catch (const std::exception&) {  // of an operator: Python will raise it, or not need it
+  } catch (const std::exception&) {  // an operator's error: Python will raise it, or not need it
   }
   return by_packing(p, object);
   END_HANDLE_TH_ERRORS

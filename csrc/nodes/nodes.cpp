@@ -1,10 +1,10 @@
-// Autograd nodes in C++ for the calls of autograd/fast.py, whose functions they stand in for: the same
-// operators, the same saved tensors, the same bits, without Python's share of a small call. Of Triton's operators they
-// repeat calls that Python has made before (tapes.h).
+// Autograd nodes in C++ for the calls of autograd/fast.py, whose functions they replace: the same operators, saved
+// tensors and bits, without the time that Python takes in a small call. For Triton's operators they repeat calls that
+// Python has made before (tapes.h).
 //
-// They need torch's own C++ headers and Python's, so this library serves the torch and the Python that it was built
-// for (autograd/nodes.py asks before it loads it); without it fast.py does the same in Python. Each function returns
-// None for a call that is not a usual one, and for one that the kernel refuses: then nothing has been written.
+// They need torch's own C++ headers and Python's, so this library works only with the torch and the Python that it was
+// built for (autograd/nodes.py checks before loading it); without it fast.py does the same in Python. Each function
+// returns None for an unusual call and for one that the kernel rejects: then nothing has been written.
 #include "../activation.h"
 #include "graph.h"
 #include "learning.h"
@@ -59,7 +59,7 @@ PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t co
   END_HANDLE_TH_ERRORS
 }
 
-// Does the output of this activation tell its derivative?
+// Whether the output of this activation determines its derivative.
 bool from_output(const std::string& act) {
 #define LEANNORM_NAMED(enumerator, name, from_output) \
   if (act == name) return from_output;
@@ -93,7 +93,7 @@ Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running
   torch::autograd::set_history(y, node);
   const bool identity = act.toStringRef() == "identity", of_weight = weight.defined() && weight.requires_grad();
   const bool by_output = !of_weight && !identity && from_output(act.toStringRef());
-  if (of_weight || !(identity || by_output)) node->save(kX, x);  // else it is for the activation alone
+  if (of_weight || !(identity || by_output)) node->save(kX, x);  // otherwise only the activation needs it
   node->save(kMean, mean);
   node->save(kRstd, rstd);
   node->save(kWeight, weight);
@@ -126,7 +126,7 @@ Tensor row_norm(const Given& of, int64_t start, bool rms) {
   if (!records) return y;
   const auto node = node_of<RowNorm>(x, weight, bias);
   node->save(kX, x);
-  if (!rms || by_triton) node->save(kMean, tensor(stack, 2));  // else zeros would be one more launch
+  if (!rms || by_triton) node->save(kMean, tensor(stack, 2));  // otherwise zeros would be one more launch
   node->save(kRstd, tensor(stack, 3));
   node->save(kWeight, weight);
   node->by_triton = by_triton, node->start = start, node->stop = x.dim(), node->eps = eps, node->rms = rms;
@@ -153,10 +153,10 @@ PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
-// What is called once in a process, or once for a kind of call.
+// What is called once per process, or once for a kind of call.
 void add_settings(py::module_ module) {
   module.def("set_backward", [](py::object of_fast) { by_python = of_fast.release().ptr(); });
-  module.def("set_launches", [](py::object launch) { tapes().module = launch; });  // it says what the current device is
+  module.def("set_launches", [](py::object launch) { tapes().module = launch; });  // it reports the current device
   module.def("keep_tape", [](const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches,
                              const py::list& results) { tapes().keep(name, arguments, made, launches, results); });
   module.def("forget_tapes", [] { tapes().forget(); });
@@ -177,9 +177,9 @@ PyMethodDef functions[] = {
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 
-// Nodes show themselves in Python as those in Python do.
+// Nodes appear in Python like those written in Python.
 using namespace torch::autograd;
-// A saved tensor as hooks have packed it, in the `data` of an object, as torch's own nodes have it.
+// A saved tensor as hooks have packed it, in the `data` of an object, as in torch's own nodes.
 PyObject* raw_saved(PyObject* self, void* place) {
   HANDLE_TH_ERRORS
   const SavedVariable& saved = static_cast<Direct*>(leannorm::node_of(self))->saved[reinterpret_cast<intptr_t>(place)];

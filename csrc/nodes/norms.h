@@ -14,22 +14,22 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-inline PyObject* by_python = nullptr;  // fast.py's backward pass, for all that is not usual
+inline PyObject* by_python = nullptr;  // fast.py's backward pass, for everything unusual
 
 enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
 // As Python reads them, in the way of torch's own nodes.
 constexpr const char* kRawNames[kSaved] = {"_raw_saved_x", "_raw_saved_mean", "_raw_saved_rstd", "_raw_saved_weight", "_raw_saved_bias", "_raw_saved_out"};
 using Tensors = std::array<Tensor, kSaved>;
 
-// What the three nodes share: tensors that are saved, and a backward pass by kernels or by Python.
+// What the three nodes have in common: saved tensors, and a backward pass by kernels or by Python.
 struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows it
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
   bool by_triton, has_bias;
 
-  // Empty where Python is to do it.
+  // Empty if Python has to do it.
   virtual variable_list by_kernels(const Tensor& dy, const Tensors& kept) = 0;
-  virtual py::tuple how() const = 0;  // the call, but for its tensors, as fast.py reads it
+  virtual py::tuple how() const = 0;  // the arguments of the call that are not tensors, as fast.py reads them
 
   void save(Saved place, const Tensor& value, bool is_output = false) {
     if (value.defined()) saved[place] = SavedVariable(value, is_output);
@@ -40,7 +40,7 @@ struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows 
     return kept;
   }
   bool needs(int input) const { return next_edge(input).is_valid(); }
-  // An operator's gradients of x, weight and bias, of which the first is always wanted.
+  // An operator's gradients of x, weight and bias; the first is always requested.
   variable_list gradients_in(Stack& stack) const {
     return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
   }
@@ -50,7 +50,7 @@ struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows 
     const Tensors kept = unpacked();
     Tensor dy = std::move(gradients[0]);
     if (!dy.defined()) dy = input_metadata(0).zeros_like();
-    // create_graph=True, a transform, a mode: Python hands them to plain torch
+    // create_graph=True, a transform, a mode: Python passes them to plain torch
     if (at::GradMode::is_enabled() || !plain_thread() || !plain(dy)) return of_python(dy, kept);
     {
       const at::AutoDispatchBelowADInplaceOrView below;
@@ -78,7 +78,7 @@ struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows 
     for (SavedVariable& v : saved) v.reset_data();
   }
 
-  // Compiled autograd traces `apply` on stand-ins of what is saved.
+  // Compiled autograd traces `apply` with proxies of the saved tensors.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(name());
     args.collect(act);
@@ -133,7 +133,7 @@ struct ChannelAffine final : Direct {
     const bool has_x = kept[kX].defined();
     const Tensor& laid_out = has_x ? kept[kX] : kept[kOut];
     const Tensor dy = laid_out.defined() ? like(laid_out, given) : given.contiguous(layout);
-    const Tensor x = has_x ? kept[kX] : dy;  // only its shape and layout are read
+    const Tensor x = has_x ? kept[kX] : dy;  // only the shape and layout are read
     const auto taken = [&](auto... more) {
       return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
     };

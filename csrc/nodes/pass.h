@@ -1,4 +1,4 @@
-// What one forward pass of lean() knows in C++: its kinds, its flags, and the call that saves a tensor.
+// What C++ knows about one forward pass of lean(): its kinds, its flags, and the call that saves a tensor.
 #pragma once
 
 #include "calls.h"
@@ -11,7 +11,7 @@ namespace leannorm {
 
 // A class of nodes, as a policy sees it (`NodeClass` of memo.py).
 struct NodeClass {
-  Ref name, why;  // why its outputs are held
+  Ref name, why;  // why its outputs are kept
   bool usual = false, searched = false, alias = false, clone = false, widens = false, joins = false, may_edit = false;
 };
 
@@ -35,7 +35,7 @@ inline uint64_t key_of(const void* type, uint32_t output, long version, bool new
   return h;
 }
 
-// A function that calls autograd, by its code; what of its call a rebuild needs and no node keeps.
+// A function that calls autograd, by its code; what a rebuild needs of its call and no node saves.
 struct Caller {
   Ref code;
   bool is_copied;  // a norm, of which a rebuild copies the weight
@@ -51,8 +51,8 @@ struct State {
   std::unordered_map<PyObject*, Caller> callers;
   Ref following, plan, calls;  // a plan (plans.py) or None, and what was saved so far
   Now now;
-  long most_values = 0;  // the ledger looks for values that are gone where it has more, and says the next limit
-  long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
+  long most_values = 0;  // the ledger looks for values that are gone once it has more, and returns the next limit
+  long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd keeps
   uint64_t checked, called;  // next nodes for which flags and the call were read last
   Node* last = nullptr;          // the node that made what was packed last, while the next node was this:
   uint64_t last_of = UINT64_MAX;
@@ -80,7 +80,7 @@ inline PyFrameObject* caller() {
   return frame;
 }
 inline Ref code_of(PyFrameObject* frame) { return Ref(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame))); }
-// Has a `forward` a local variable `scale`, as that of a frozen batch norm? See calls.py.
+// Whether a `forward` has a local variable `scale`, as that of a frozen batch norm has. See calls.py.
 inline bool may_be_frozen_norm(PyObject* code) {
   if (PyUnicode_CompareWithASCIIString(reinterpret_cast<PyCodeObject*>(code)->co_name, "forward") != 0) return false;
   static PyObject* const scale = PyUnicode_InternFromString("scale");
@@ -114,7 +114,7 @@ inline Ref locals_of(PyFrameObject* frame) {
   return get(reinterpret_cast<PyObject*>(frame), f_locals);  // a dict, from Python 3.13 on a proxy
 }
 
-// Does a convolution or a linear layer have a bias that is trained, or none? Then its call tells nothing.
+// Whether a convolution or a linear layer has a trained bias, or none. Then its call shows nothing.
 inline bool has_no_frozen_bias(PyFrameObject* frame, bool of_linear) {
   static PyObject *const own = PyUnicode_InternFromString("self"), *const bias_name = PyUnicode_InternFromString("bias");
   static PyObject* const parameters_name = PyUnicode_InternFromString("_parameters");
@@ -126,7 +126,7 @@ inline bool has_no_frozen_bias(PyFrameObject* frame, bool of_linear) {
   return bias.get() == Py_None || (known != nullptr && known->requires_grad());
 }
 
-// What a norm's call tells in `frame`; as _of_norm and _of_row_norm in calls.py.
+// What a norm's call shows in `frame`; as _of_norm and _of_row_norm in calls.py.
 inline Ref norm_call(State* p, PyFrameObject* frame, bool of_rows) {
   const Ref given = locals_of(frame);
   static PyObject* const keys[] = {
@@ -166,7 +166,7 @@ inline Ref norm_call(State* p, PyFrameObject* frame, bool of_rows) {
   return out_of_circles(std::move(made));
 }
 
-// The call that saves the tensor, as Packing._call_of: None where its frame tells nothing.
+// The call that saves the tensor, as Packing._call_of: None if its frame shows nothing.
 inline PyObject* call_of(State* p) {
   if (p->called == p->now.next) return p->call.get();
   if (p->apply.get() == Py_None) throw Unusual();
@@ -186,7 +186,7 @@ inline PyObject* call_of(State* p) {
   return p->call.get();
 }
 
-// Is a norm called, of which a rebuild copies the weight?
+// Whether a norm is called, of which a rebuild copies the weight.
 inline bool by_norm(State* p) { return known(p, caller()).is_copied; }
 
 // As name_of in calls.py.

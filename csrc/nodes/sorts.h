@@ -1,4 +1,5 @@
-// What one pass knows, and the sorts of values (saving/sorts.py): a number for all that recipes and policies ask of one.
+// What one pass knows, and the sorts of values (saving/sorts.py): a number for everything that recipes and policies
+// read of one.
 #pragma once
 
 #include "values.h"
@@ -32,16 +33,16 @@ struct Layouts {
 };
 inline Layouts& layouts = *new Layouts;  // never destroyed: Python is gone before that
 
-// The sorts of held values, by their layouts and names.
+// The sorts of kept values, by their layouts and names.
 struct Sorts {
   struct Of {
     Ref layout, name, sort;
-    int flavor;  // has it a layout of its own, is it a parameter, a leaf that is trained, of a device with streams?
+    int flavor;  // whether it has a layout of its own, is a parameter, is a trained leaf, is on a device with streams
   };
   std::unordered_map<uint64_t, Of> of;
 };
 
-// What a pass knows and its kinds ask for.
+// What a pass knows and its kinds read.
 struct Now {
   uint64_t thread, since, next;  // this thread's next node
   PyObject *flags, *before, *sorter;
@@ -53,7 +54,7 @@ struct Now {
   bool made(const Node& node) const { return node.thread_id() == thread && node.sequence_nr() >= since; }
 };
 
-// Has a held value nothing beside its tensor that a sort tells of?
+// Whether a kept value has nothing besides its tensor that a sort includes.
 inline bool is_plain_held(PyObject* value) {
   for (const Slot name : {slots.spec, slots.original})
     if (get(value, name).get() != Py_None) return false;
@@ -89,7 +90,7 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   return sort;
 }
 
-// What recipes and policies ask of a value, as a number (sorts.py).
+// What recipes and policies read of a value, as a number (sorts.py).
 inline int64_t sort_of(const Now& now, PyObject* value) {
   Ref sort = get(value, slots.sort);
   const bool is_held = get(value, slots.step).get() == Py_None;

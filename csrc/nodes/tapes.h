@@ -1,6 +1,6 @@
-// What ops/backends/triton/tape.py noted of Triton's operators, repeated as it does it: new tensors, then launches.
+// What ops/backends/triton/tape.py recorded of Triton's operators, repeated in the same way: new tensors, launches.
 //
-// Triton launches by a function of Python, so that a launch needs the interpreter's lock; all else goes without it.
+// Triton launches by a Python function, so a launch needs the interpreter's lock; everything else does without it.
 #pragma once
 
 #include "edits.h"
@@ -17,7 +17,7 @@ namespace leannorm {
 
 using torch::jit::Stack;
 
-// An error of Python as one that other threads, and autograd, can carry.
+// A Python error in a form that other threads, and autograd, can pass on.
 [[noreturn]] inline void throw_error(py::error_already_set& error) {
   python_error raised;
   error.restore();
@@ -42,7 +42,7 @@ inline void add_kind(std::string& kind, const c10::IValue& argument) {
   }
 }
 
-// A launch with all arguments but its tensors; a `Launch` of launch.py does whatever is not usual.
+// A launch with all arguments except its tensors; a `Launch` of launch.py handles everything unusual.
 class Launch {
  public:
   Launch(py::handle launch, py::handle places)
@@ -102,7 +102,7 @@ class Launch {
     if (!PyObject_HasAttr(hook.ptr(), calls)) return true;
     return PyObject_IsTrue(got(hook.ptr(), calls).ptr()) != 0;
   }
-  // Does no profiler listen to launches, and is the kernel's device the current one?
+  // Whether no profiler listens to launches, and the kernel's device is the current one.
   static bool usual(PyObject* found, const py::object& module) {
     static PyObject* const enter = PyUnicode_InternFromString("launch_enter_hook");
     static PyObject* const leave = PyUnicode_InternFromString("launch_exit_hook");
@@ -118,7 +118,7 @@ class Launch {
   std::vector<Place> where;
 };
 
-// The steps of a call; tensors go by their numbers: of the arguments, then of what is made.
+// The steps of a call; tensors are given by their numbers: of the arguments, then of new tensors.
 struct Tape {
   struct Made {
     size_t like;
@@ -154,11 +154,11 @@ class Tapes {
     known[std::move(kind)] = owned;
   }
   void forget() {
-    std::unordered_map<std::string, std::shared_ptr<const Tape>> before;  // which outlives the lock
+    std::unordered_map<std::string, std::shared_ptr<const Tape>> before;  // which is used after the lock is released
     const std::lock_guard<std::mutex> lock(mutex);
     before.swap(known);
   }
-  // Puts an operator's results in the place of its arguments; false where it has seen no call of this kind.
+  // Replaces an operator's arguments with its results; false if it has seen no call of this kind.
   bool repeat(const std::string& name, Stack& stack) {
     if (others_listen()) return false;  // a profiler is to see operators
     std::string kind = name;

@@ -1,5 +1,6 @@
-// The second hook of lean(): what is held is given back, and what usual steps rebuild is rebuilt, as unpacking.py and
-// values.py do. What is unusual, or not as it was, Python's hook does: it is found before anything is changed.
+// The second hook of lean(): returns what is kept and rebuilds what ordinary steps rebuild, as unpacking.py and
+// values.py do. Whatever is unusual, or has changed, is left to Python's hook: this is found out before anything is
+// changed.
 #pragma once
 
 #include "flags.h"
@@ -26,7 +27,7 @@ struct Made {
 
 class Rebuild {
  public:
-  // Is it rebuilt by usual steps, and does all that they read hold what it held?
+  // Whether it is rebuilt by ordinary steps, and everything that they read is unchanged.
   bool is_usual(PyObject* value) {
     if (!is_plain_step(value) || get(value, slots.in_rows).get() != Py_False || !is_current(value)) return false;
     for (PyObject* of = value; is_kind(of, "view") && PyTuple_GET_SIZE(field_of(of, kInputs)) != 0;) {
@@ -38,10 +39,10 @@ class Rebuild {
     return flags_ == nullptr || are_flags(flags_);
   }
 
-  // For one reader; kept for the others, unless it is a view of what is held.
+  // For one reader; kept for the others, unless it is a view of what is kept.
   Made of(PyObject* value) {
     Made made{get(value, slots._rebuilt), kShared};
-    const bool is_gone = made.tensor.get() == Py_None;  // it may be since it was proved, with another reader
+    const bool is_gone = made.tensor.get() == Py_None;  // it may have been proved since, for another reader
     if (const auto kept = at_hand_.find(value); is_gone && kept != at_hand_.end()) made.tensor = borrowed(kept->second.get());
     else if (is_gone) made = run(value);
     const long left = number(value, slots._left) - 1;
@@ -98,7 +99,7 @@ class Rebuild {
     }
     return matches(sample.get(), *t);
   }
-  // Notes the stream on which it would be read now.
+  // Records the stream on which it would be read now.
   void note_stream(const Tensor& t) {
     if (!t.is_cpu()) stream_of(t), is_streamed_ = stream_told_ = true;
   }
@@ -144,13 +145,13 @@ class Rebuild {
   }
 
   PyObject* flags_ = nullptr;
-  bool is_streamed_ = false, stream_told_ = false;  // is it of a device with streams, and is the one that reads it known?
+  bool is_streamed_ = false, stream_told_ = false;  // on a device with streams; their stream is known
   std::unordered_set<PyObject*> seen_;
-  std::unordered_map<PyObject*, Ref> at_hand_;  // what they are made of was not looked at, and must not be run
+  std::unordered_map<PyObject*, Ref> at_hand_;  // what they are made of was not checked, and must not be run
 };
 
-// Does the reader ask for no more than a tensor to read: is it a node of torch's or ours (a user's may write into what
-// it has saved), with neither a graph of the backward pass nor autocast?
+// Whether the reader only needs a tensor to read: it is a node of torch's or ours (a user's may write into what it
+// has saved), with neither a graph of the backward pass nor autocast.
 inline bool reads_alone() {
   const auto node = torch::autograd::get_current_node();
   if (node == nullptr || dynamic_cast<const torch::autograd::TraceableFunction*>(node.get()) == nullptr) return false;

@@ -16,9 +16,9 @@ inline Ref borrowed(PyObject* object) {
   return Ref(object);
 }
 
-// What no circle leads through, or none that Python's collector could see: it need not look at it. What it looks at and
-// lives from the forward to the backward pass grows old: a pass of some thousand such objects soon has all that Python
-// holds looked through, a tenth of a second each time.
+// Objects in no cycle, or in none that Python's collector could see, so it need not track them. Tracked objects that
+// live from the forward to the backward pass age: a pass of some thousand of them soon makes the collector scan
+// everything that Python has, a tenth of a second each time.
 inline Ref out_of_circles(Ref object) {
   PyObject_GC_UnTrack(object.get());
   return object;
@@ -43,7 +43,7 @@ inline const Names& names() {
   return made;
 }
 
-// What could not be made in the usual way: Python does it.
+// What could not be made in the usual way, so that Python does it.
 struct Unusual {};
 
 inline Ref checked(PyObject* object) {
@@ -65,7 +65,7 @@ inline void set_number(PyObject* object, PyObject* name, long to) { set(object, 
 // The classes of these objects, and a name; set once by unpacking.py.
 struct Classes {
   PyObject *value = nullptr, *step = nullptr, *packed = nullptr;
-  PyObject* copied_part = nullptr;  // the name of a value that is held for a concatenation alone
+  PyObject* copied_part = nullptr;  // the name of a value that is kept for a concatenation alone
 };
 inline Classes& classes() {
   static Classes known;
@@ -73,7 +73,7 @@ inline Classes& classes() {
 }
 inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == classes().value; }
 
-// Where the fields of a Value are within it: they are slots of its class.
+// The offsets of the fields of a Value, which are slots of its class.
 #define LEANNORM_SLOTS(of)                                                                                       \
   of(tensor) of(version) of(step) of(name) of(users) of(layout) of(shape) of(dtype) of(seconds) of(frees)        \
   of(place) of(as_made) of(provenance) of(order) of(seen_at) of(copied_to_edit) of(products) of(call)            \
@@ -88,7 +88,7 @@ struct Slots {
 #define LEANNORM_SLOT(name) Slot name;
   LEANNORM_SLOTS(LEANNORM_SLOT)
 #undef LEANNORM_SLOT
-  std::vector<std::pair<Slot, PyObject*>> blank;  // what each field of a new value holds
+  std::vector<std::pair<Slot, PyObject*>> blank;  // what each field of a new value contains
 
   void read_from(PyObject* type, PyObject* value) {
     const auto slot_of = [&](PyObject* name) {
@@ -138,7 +138,7 @@ inline Ref sample_of(const Tensor& v) {
   if (!sample_into(v, content)) return borrowed(Py_None);
   return checked(PyBytes_FromStringAndSize(content.data(), content.size()));
 }
-// Does the tensor still hold the bytes of this sample (or is it None)?
+// Whether the tensor still has the bytes of this sample (or it is None).
 inline bool matches(PyObject* sample, const Tensor& v) {
   if (sample == Py_None) return true;
   std::string now;
@@ -149,7 +149,8 @@ inline bool matches(PyObject* sample, const Tensor& v) {
 
 // ---------------------------------------------------------------- streams
 
-// Of a device that runs asynchronously: what device.py has noted, and asks of a stream for the first time; set once.
+// For a device that runs asynchronously: what device.py has recorded, and how it asks for a stream the first time;
+// set once.
 struct Streams {
   PyObject *used = nullptr, *by_python = nullptr;
 };
@@ -160,7 +161,7 @@ inline Ref stream_of(const Tensor& t) {
   if (t.is_cpu()) return borrowed(Py_None);
   constexpr size_t kMost = 64;
   static auto* const known = new std::vector<std::pair<c10::Stream, PyObject*>>();
-  if (PyDict_GET_SIZE(streams.used) == 0) {  // what Python has forgotten, it notes again
+  if (PyDict_GET_SIZE(streams.used) == 0) {  // Python records again what it has forgotten
     for (const auto& [stream, object] : *known) Py_DECREF(object);
     known->clear();
   }
@@ -172,7 +173,7 @@ inline Ref stream_of(const Tensor& t) {
   if (known->size() < kMost) known->emplace_back(now, Py_NewRef(found.get()));
   return found;
 }
-// Has each device one stream on which anything was packed or rebuilt? Then no reader waits for another.
+// Whether each device has one stream on which anything was packed or rebuilt. Then no reader waits for another.
 inline bool on_one_stream() {
   PyObject *device, *of;
   for (Py_ssize_t at = 0; PyDict_Next(streams.used, &at, &device, &of);)
@@ -201,7 +202,7 @@ inline Ref new_value(PyObject* tensor, long version, PyObject* step, PyObject* n
   return out_of_circles(std::move(value));
 }
 
-// Is the version counter still what it was when the tensor was packed?
+// Whether the version counter is still what it was when the tensor was packed.
 inline bool is_current(PyObject* value) {
   Ref counter = get(value, slots.watch);
   if (counter.get() == Py_None) counter = get(value, slots.tensor);
@@ -234,13 +235,13 @@ inline void use(PyObject* value) {
   }
 }
 
-// What steps read of a value that is held.
+// What steps read of a value that is kept.
 inline Ref as_pinned(PyObject* value) {
   Ref pinned = get(value, slots.pinned);
   return pinned.get() == Py_None ? get(value, slots.tensor) : std::move(pinned);
 }
 
-// Of the value's step; null for a value that is held.
+// Of the value's step; null for a value that is kept.
 inline PyObject* field_of(PyObject* value, Field field) {
   PyObject* const step = in_its_place(value, slots.step);
   return step == Py_None ? nullptr : PyTuple_GET_ITEM(step, field);
@@ -259,7 +260,7 @@ inline bool is_copied_part(PyObject* value) {
 inline PyObject* metadata_of(Node* node) {
   return static_cast<torch::autograd::PyAnomalyMetadata*>(node->metadata())->dict();
 }
-// What a weak reference refers to; null where that is gone.
+// The object that a weak reference refers to; null if it is gone.
 inline Ref referred(PyObject* reference) {
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* object = nullptr;
@@ -288,14 +289,14 @@ inline Registered registered(Node* node, uint32_t output) {
   found.value = referred(lookup);
   return found;
 }
-// Is what a node is made of rebuilt? A view of that is, whatever a plan says; as Search.views_rebuilt.
+// Whether what a node is made of is rebuilt. A view of that is, whatever a plan says; as Search.views_rebuilt.
 inline bool follows_rebuilt(Node* node) {
   const auto& [producer, output] = node->next_edge(0);
   const Registered base = producer ? registered(producer.get(), output) : Registered();
   return base.value && is_value(base.value.get()) && get(base.value.get(), slots.step).get() != Py_None;
 }
 inline void record(Node* node, uint32_t output, const Ref& lookup) {
-  PyObject* const metadata = metadata_of(node);  // held by C++ alone; what others put in there has it tracked again
+  PyObject* const metadata = metadata_of(node);  // only C++ refers to it; what others store there is tracked
   if (PyDict_SetItem(metadata, registry_key(output), lookup.get()) != 0) throw Unusual();
   PyObject_GC_UnTrack(metadata);
 }

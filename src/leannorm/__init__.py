@@ -21,7 +21,7 @@ Errors            LeannormError: InputError, DtypeError, FoldError, SyncError, B
 
 from typing import TYPE_CHECKING
 
-from leannorm import _torch as _torch  # first: says in one line which torch is too old
+from leannorm import _torch as _torch  # first, so that an old torch is reported in one line
 
 # isort: split
 from leannorm import distributed, functional, nn, transforms

@@ -1,7 +1,7 @@
 """What is a batch, and how does a model take it?
 
-A tensor, a tuple of positional arguments, or a mapping of names. Where several batches may stand, a list is
-several, as a loader and a generator are, and each of the three is one.
+A batch is a tensor, a tuple of positional arguments, or a mapping by name. Where several batches are
+accepted, a list is several batches, as a loader or a generator is; each of the three forms above is one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 from leannorm._errors import InputError
 
-_ONE = Tensor | PackedSequence  # a single argument, though the second is a tuple
+_ONE = Tensor | PackedSequence  # a single argument, although it is the second and is a tuple
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Arguments(NamedTuple):
-    """What a model is called with."""
+    """The arguments that a model is called with."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
@@ -32,9 +32,9 @@ class Arguments(NamedTuple):
         return model(*self.args, **self.kwargs)
 
     def checked(self, model: Module, remedy: str = "pass a tuple in its order, or its names") -> Arguments:
-        """These. Raises `InputError` where the model's forward has no place for them, by its signature."""
+        """The arguments to call the model with. Raises `InputError` if its forward has no place for them."""
         written = unwrapped(model)
-        if type(written).__call__ is not Module.__call__:  # which may take others
+        if type(written).__call__ is not Module.__call__:  # which may take other arguments
             return self
         try:
             signature = inspect.signature(written.forward)
@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
         try:
             signature.bind(*self.args, **self.kwargs)
         except TypeError as error:
-            if not written._forward_pre_hooks:  # which may change them
+            if not written._forward_pre_hooks:  # which may change the arguments
                 raise InputError(
                     f"inputs must be those of {type(written).__name__}.forward "
                     f"({', '.join(signature.parameters)}), got {', '.join(self.described())}: {error}; "
@@ -52,13 +52,13 @@ class Arguments(NamedTuple):
         return self
 
     def reversed(self) -> Arguments:
-        """The same samples in the other order: tensors of other values."""
+        """The same samples in reverse order, so that tensors have other values."""
         args, kwargs = tree_map_only(Tensor, _reversed, (self.args, dict(self.kwargs)))
         return Arguments(args, kwargs)
 
     def copied(self) -> Arguments:
-        """The same values in memory of their own, for a model that edits its inputs."""
-        made: dict[Tensor, Tensor] = {}  # by identity: one that is given twice is one
+        """Copies with memory of their own, for a model that edits its inputs."""
+        made: dict[Tensor, Tensor] = {}  # by identity, so that a tensor given twice stays one tensor
 
         def copied(tensor: Tensor) -> Tensor:
             if tensor not in made:
@@ -69,7 +69,7 @@ class Arguments(NamedTuple):
         return Arguments(args, kwargs)
 
     def described(self) -> list[str]:
-        """Each argument in a few words.
+        """Describe each argument in a few words.
 
         >>> import torch
         >>> inputs_of({"x": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.int64)}).described()
@@ -81,7 +81,7 @@ class Arguments(NamedTuple):
 
 
 def unwrapped(model: Module) -> Module:
-    """The model itself, without the wrappers that send or compile."""
+    """The model itself, without wrappers that communicate or compile."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -92,7 +92,7 @@ def unwrapped(model: Module) -> Module:
 
 
 def _reversed(tensor: Tensor) -> Tensor:
-    """Along the first axis of several entries."""
+    """Concatenates along the first axis."""
     axis = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
     return tensor if axis is None else tensor.flip(axis)
 
@@ -147,11 +147,12 @@ def positional(model: Module, inputs: Any, name: str = "example_inputs") -> tupl
 
 
 def call(model: Module, batch: Any) -> Any:
-    """The model on one batch of a loader: as `inputs_of`, but of a tuple only what its forward must have.
+    """The model on one batch of a loader: as `inputs_of`, but only with the entries of a tuple that its
+    forward requires.
 
-    So of (images, labels) a model of images gets the images, and one of two inputs gets both.
+    Given (images, labels), a model with one input gets the images, and a model with two gets both.
 
-    Raises: `InputError` for what is no batch.
+    Raises: `InputError` for anything that is not a batch.
     """
     if not (isinstance(batch, _ONE | Mapping) or (isinstance(batch, (tuple, list)) and batch)):
         raise InputError(
@@ -165,12 +166,13 @@ def call(model: Module, batch: Any) -> Any:
 
 
 def call_for(batches: Any) -> Callable[[Module, Any], Any]:
-    """How a model takes each of these batches: `call`, but a tuple that stands alone in full."""
+    """How the model takes each of these batches: as `call`, but with all entries of a single tuple."""
     return _call_in_full if isinstance(batches, tuple) and not isinstance(batches, _ONE) else call
 
 
 def _call_in_full(model: Module, batch: Any) -> Any:
-    """The model on all entries of a tuple. Raises `InputError` where its forward does not take as many."""
+    """The model called with all entries of a tuple. Raises `InputError` if its forward does not take as
+    many."""
     remedy = "a tuple is one batch, pass several in a list, and one with labels too as [batch]"
     return inputs_of(batch).checked(model, remedy).call(model)
 

@@ -1,4 +1,4 @@
-"""What is a norm, of which kind, and where are its statistics? One table for all who look at a model."""
+"""Which modules are norms, of which kind, and where are their statistics? One table for all packages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ KINDS: tuple[tuple[type[Module], str], ...] = (
     (LayerNorm, "layer"),
     (RMSNorm, "rms"),
 )
-# classes of other packages that derive from none of these: by the end of their name
+# classes of other packages that derive from none of these, by the end of their name
 NAMED = (
     (re.compile(r"FrozenBatchNorm"), "frozen"),
     (re.compile(r"Layer_?Norm(1d|2d|3d|Act|Act2d)?$"), "layer"),
     (re.compile(r"R[Mm][Ss]_?[Nn]orm(1d|2d|3d|Act|Act2d)?$"), "rms"),
 )
-# the classes that leannorm.nn has under torch.nn's names, which compute the same
+# leannorm.nn has classes with these names of torch.nn, which compute the same
 _SAME = "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d"
 _SAME += " GroupNorm LayerNorm RMSNorm"
 OURS: dict[type[Module], type[Module]] = {getattr(torch.nn, n): getattr(nn, n) for n in _SAME.split()}
@@ -41,7 +41,7 @@ class Norm:
     """A norm layer: its name in the model, its kind, and its parts under torch's names.
 
     `foreign`: its class derives from none of torch's, so its formula is not known. `momentum` weighs the new
-    batch, as torch's does. `parents` are the modules that hold it, with its name in each.
+    batch, as torch's does. `parents` are the modules that contain it, with its name in each.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Norm:
 
     @property
     def convolution(self) -> _ConvBatchNorm | None:
-        """The layer that computes it with its convolution, and does not call it."""
+        """The layer that computes this norm together with its convolution, without calling it."""
         return next((parent for parent, _, _ in self.parents if isinstance(parent, _ConvBatchNorm)), None)
 
     @property
@@ -82,7 +82,7 @@ class Norm:
 
     @property
     def gamma(self) -> Tensor | None:
-        """What the normalized value is multiplied by; None where that is not known."""
+        """The factor of the normalized value; None if it is not known."""
         if self.foreign or self.weight is None:
             return None
         return self.weight.detach() + getattr(self.module, "weight_offset", 0.0)
@@ -104,7 +104,7 @@ class Norm:
 
     @property
     def tracks(self) -> bool:
-        """Has it running statistics that training moves, in the mode that it is in?"""
+        """Whether it has running statistics that training updates in its present mode."""
         tracking = getattr(self.module, "track_running_stats", True)
         return self.mean is not None and self.kind != "frozen" and tracking
 
@@ -119,7 +119,7 @@ class Norm:
 
     @property
     def affine(self) -> list[tuple[str, Tensor]]:
-        """Gamma and beta, where it has them as parameters."""
+        """Gamma and beta, if they are parameters."""
         return [(name, p) for name, p in self.module.named_parameters(recurse=False) if p.is_leaf]
 
     def _first(self, *names: str) -> Tensor | None:
@@ -131,7 +131,8 @@ class Norm:
 
 
 def torchs_kind(module: Module) -> str | None:
-    """The kind of a norm whose class is one of torch's, or derives from one; None for every other module.
+    """The kind of a norm whose class is one of torch's, or derives from one of them; None for every other
+    module.
 
     >>> torchs_kind(torch.nn.SyncBatchNorm(4)), torchs_kind(torch.nn.Linear(4, 4))
     ('batch', None)
@@ -153,7 +154,7 @@ def _kind_of(module: Module) -> tuple[str, bool] | None:
 
 
 def norms_of(model: Module) -> list[Norm]:
-    """Every norm layer of a model once, in the model's order, by its first name.
+    """Every norm layer of a model once, in the model's order, under its first name.
 
     >>> [norm.name for norm in norms_of(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.LayerNorm(4)))]
     ['1']
@@ -178,5 +179,5 @@ def batch_norms_with_statistics(model: Module) -> Iterator[tuple[str, _BatchNorm
 
 
 def name_of(cls: type) -> str:
-    """The full name of a class, by which it is known without importing its package."""
+    """The full name of a class, by which it is recognized without importing its package."""
     return f"{cls.__module__}.{cls.__qualname__}"

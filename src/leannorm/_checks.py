@@ -23,7 +23,7 @@ def module(model: object, function: str) -> None:
 
 
 def floating(name: str, tensor: Tensor) -> None:
-    """Floating point, and strided: no kernel and no formula here reads sparse or mkldnn tensors."""
+    """Floating point and strided: no kernel and no formula here reads sparse or mkldnn tensors."""
     if tensor.layout is not _STRIDED:
         remedy = "torch.nested.to_padded_tensor" if tensor.is_nested else f"{name}.to_dense()"
         raise InputError(
@@ -72,7 +72,8 @@ def same_device(name: str, tensor: Tensor | None, input: Tensor) -> None:
 
 
 def may_be_kept(**tensors: Tensor | None) -> None:
-    """Of a recorded call, before running statistics move: autograd refuses such a tensor when they have."""
+    """Reject, before running statistics move, a tensor that autograd would only reject after they had
+    moved."""
     if traced():
         return
     for name, tensor in tensors.items():
@@ -127,7 +128,8 @@ def momentum_is_a_number(value: float | None) -> None:
 
 
 def _can_be_updated(tensor: Tensor) -> bool:
-    """In place: no leaf that needs a gradient, no expanded tensor, no inference tensor outside its mode."""
+    """An in-place call must not write to a leaf that needs a gradient, to an expanded tensor, or to an
+    inference tensor outside of inference mode."""
     if not (tensor.requires_grad or tensor.is_inference()) and tensor.is_contiguous():
         return True
     if transformed(tensor):
@@ -167,7 +169,7 @@ def more_than_one_value(input: Tensor, count: int) -> None:
 
 
 def more_than_one_valid(input: Tensor, total: int | None) -> None:
-    """`total`: the positions that are data, where the host knows."""
+    """`total`: the number of positions that are data, if the host knows it."""
     if total is not None and total < 2:
         raise InputError(
             f"Expected more than 1 value per channel when training, got {total} valid position"
@@ -208,7 +210,7 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 def parameters(input: Tensor, **tensors: Tensor | None) -> None:
     """Each tensor given is floating point, on the input's device, with one entry per channel.
 
-    Sparse ones are refused where the backend is picked.
+    Sparse tensors are rejected where the backend is picked.
     """
     shape, device = (input.shape[1],), input.device
     for name, tensor in tensors.items():
@@ -238,7 +240,7 @@ def non_negative_eps(eps: float) -> None:
 
 
 def weight_offset(offset: float) -> None:
-    if not (isinstance(offset, (int, float)) and -inf < offset < inf):  # a compiler has no isfinite
+    if not (isinstance(offset, (int, float)) and -inf < offset < inf):  # torch's compiler has no isfinite
         raise InputError(
             f"weight_offset must be a finite number, got {offset!r}; 1.0 gives 1 + weight (Gemma's), 0.0 the "
             "weight alone"
@@ -349,7 +351,7 @@ def more_than_one_spatial_element(input: Tensor) -> None:
 
 
 def instance_channels(input: Tensor, dim: int, num_features: int, affine: bool) -> None:
-    """The layer's channels against the input's axis `dim`; without parameters a mismatch only warns."""
+    """The layer's channels must match the input's axis `dim`; without parameters a mismatch only warns."""
     channels = input.shape[dim]
     if channels == num_features:
         return

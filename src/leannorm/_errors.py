@@ -1,4 +1,4 @@
-"""The errors leannorm raises: each says the rule, the value received and the remedy."""
+"""The errors leannorm raises: each states the rule, the value received and the remedy."""
 
 
 class LeannormError(Exception):
@@ -11,7 +11,7 @@ class LeannormError(Exception):
 
 
 class InputError(LeannormError, ValueError, RuntimeError):
-    """An argument breaks a rule; also a ValueError and a RuntimeError, as torch raises either.
+    """An argument breaks a rule; also a ValueError and a RuntimeError, since torch raises either.
 
     >>> import torch, leannorm
     >>> try:
@@ -35,7 +35,7 @@ class DtypeError(InputError, TypeError):
 
 
 class BackendUnavailableError(LeannormError, RuntimeError):
-    """A backend asked for by name cannot serve this call; `reasons` lists why.
+    """A backend chosen by name cannot compute this call; `reasons` lists why.
 
     >>> import torch, leannorm
     >>> try:
@@ -53,7 +53,7 @@ class BackendUnavailableError(LeannormError, RuntimeError):
 
 
 class MissingDependencyError(LeannormError, ImportError):
-    """An optional package is needed for what was asked; the message names the extra to install.
+    """An optional package is needed for this; the message names the extra to install.
 
     >>> import leannorm
     >>> issubclass(leannorm.MissingDependencyError, ImportError)
@@ -71,7 +71,7 @@ class SyncError(LeannormError, RuntimeError):
 
 
 class FoldError(LeannormError, RuntimeError):
-    """A folded model does not compute what the model did; nothing was returned or changed.
+    """A folded model does not compute what the model does; nothing was returned or changed.
 
     >>> import leannorm
     >>> issubclass(leannorm.FoldError, RuntimeError)

@@ -1,4 +1,4 @@
-"""Where files of ours are, and how they are written: an interruption leaves the old file, or none."""
+"""Where our files are, and how they are written: an interruption leaves the old file, or none."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from leannorm._errors import InputError
 
 
 def cached(variable: str, name: str) -> Path | None:
-    """The file that the environment variable names, None if that is empty; else `name` in our folder of the
-    user's cache, None if there is no such folder."""
+    """The file that the environment variable names (None if it is empty), else `name` in our folder of the
+    user's cache (None if there is no such folder)."""
     named = os.environ.get(variable)
     if named is not None:
         return Path(named) if named else None
     try:
         cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home directory
         return None
     return Path(cache_home) / "leannorm" / name
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises InputError for a path that no file can be written to: said before the work, not after it.
+    """Raises InputError for a path that cannot be written to, before the work rather than after it.
 
-    A file beside it is made and removed: permissions alone do not tell of a full or a read-only file system.
+    A file next to it is made and removed, because permissions do not show a full or read-only file system.
     """
     for path in filter(None, paths):
         if _stream(path):
@@ -41,7 +41,7 @@ def check_writable(*paths: Path | None) -> None:
         folder = Path(os.path.realpath(path)).parent
         if not os.path.isdir(folder):
             raise InputError(f"there is no folder {str(folder)!r}: create it, or name another")
-        if os.path.isdir(path):  # of names that cannot be, Path's raises
+        if os.path.isdir(path):  # Path raises ValueError for impossible names
             raise InputError(f"{str(path)!r} is a folder: name a file in it")
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
@@ -53,16 +53,16 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_suffix(path: Path | None, suffix: str) -> None:
-    """Raises InputError for a file of another suffix than its format has."""
+    """Raises InputError for a file whose suffix does not match its format."""
     if path is not None and path.suffix != suffix:
         raise InputError(f"the file is written in one format, {suffix}; got {str(path)!r}: name it *{suffix}")
 
 
 @contextmanager
 def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file beside `path` under another name, renamed at the end: a reader sees all of it or none.
+    """A temporary file next to `path`, renamed at the end: a reader sees all of it or none.
 
-    A link stays, and its target is replaced; a device and a pipe stay, and are written to at the end.
+    A link stays and its target is replaced; a device or a pipe stays and is written to at the end.
     """
     path = Path(path)
     check_writable(path)
@@ -70,7 +70,7 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with tempfile.TemporaryFile() as file:
             yield file
             file.seek(0)
-            with open(path, "ab") as stream:  # behind what is there
+            with open(path, "ab") as stream:  # append
                 shutil.copyfileobj(file, stream)
         return
     path = Path(os.path.realpath(path))
@@ -87,14 +87,14 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _stream(path: Path) -> bool:
-    """Is it a device or a pipe, which takes what is written to it and holds no file, or where output goes?"""
+    """Whether it is a device, a pipe or redirected output, which are written to in place."""
     if not os.path.exists(path) or os.path.isdir(path):
         return False
     return not os.path.isfile(path) or any(_is_open_as(number, path) for number in (1, 2))
 
 
 def _is_open_as(number: int, path: Path) -> bool:
-    """Is the file that of a descriptor, such as standard output, redirected?"""
+    """Whether the file is that of a descriptor, such as redirected standard output."""
     try:
         return os.path.samestat(os.fstat(number), os.stat(path))
     except OSError:
@@ -102,7 +102,7 @@ def _is_open_as(number: int, path: Path) -> bool:
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """The whole text or, where something fails, what was there before."""
+    """Writes the whole text or, if something fails, leaves what was there before."""
     with replacing(path) as file:
         file.write(text.encode())
 

@@ -32,12 +32,12 @@ class FreedMemory:
 def keep_freed_memory() -> FreedMemory:
     """Stop the C allocator from returning large freed blocks to the system, in this process, for good.
 
-    glibc gives every block above 32 MiB (and often smaller ones) back to the system when it is freed; the
-    next training step faults its pages in again, one by one, which can cost half of the step on the CPU. This
-    sets `mallopt(M_MMAP_MAX, 0)` and `mallopt(M_TRIM_THRESHOLD, -1)`: freed blocks are reused. The process
-    then keeps its high-water mark until it ends. GPU memory is not concerned.
+    glibc returns every block above 32 MiB (and often smaller ones) to the system when it is freed; the next
+    training step faults its pages in again, one by one, which can take half of the step on the CPU. This sets
+    `mallopt(M_MMAP_MAX, 0)` and `mallopt(M_TRIM_THRESHOLD, -1)`: freed blocks are reused. The process then
+    keeps its high-water mark until it ends. It has no effect on GPU memory.
 
-    Returns: what was done, or the reason why it could not be (another system, C library or allocator). A
+    Returns: what was done, or the reason why it was not (another system, C library or allocator). A
     second call changes nothing.
     Raises: nothing.
     Source: mallopt(3).

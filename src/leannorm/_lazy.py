@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when somebody asks for one of them (PEP 562)."""
+"""Import a package's modules when one of their names is first used (PEP 562)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 
 def later(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package, which imports what a name stands for on its first use.
+    """The `__getattr__` of a package, which imports a name on its first use.
 
-    `places` has the module of each name, from the package on, and nothing where the name is a module itself:
-    `{"interop": "", "fit": "report.fit"}`. What was found stays in the package, so that the next use is an
-    ordinary one. Type checkers read the same names below `if TYPE_CHECKING`.
+    `places` maps each name to its module, relative to the package, or to "" if the name is a module itself:
+    `{"interop": "", "fit": "report.fit"}`. The value is stored in the package, so that the next use is an
+    ordinary lookup. Type checkers read the same names under `if TYPE_CHECKING`.
     """
 
     def find(name: str) -> Any:

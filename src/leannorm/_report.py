@@ -1,4 +1,5 @@
-"""How is a result told? As data, and by it as JSON, text, tables on the terminal and in a notebook."""
+"""How is a result reported? As data, and derived from it as JSON, text, and tables on a terminal or in a
+notebook."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ Part = Table | Line
 
 
 class Report:
-    """What one of leannorm's measurements returns: a dataclass that says its parts in words.
+    """What one of leannorm's measurements returns: a dataclass that describes its parts in words.
 
     `print(report)` prints them as plain text, `report.print()` on the terminal, a notebook shows them. The
     repr is one line, `summary`.
@@ -90,7 +91,7 @@ class Report:
         raise NotImplementedError
 
     def summary(self) -> str:
-        """A few words."""
+        """The report in a few words."""
         raise NotImplementedError
 
     def data(self) -> Any:
@@ -105,7 +106,7 @@ class Report:
         """The report on the terminal."""
         try:
             from rich.console import Console
-        except ModuleNotFoundError:  # a need of the command alone; without it there are no colours
+        except ModuleNotFoundError:  # needed by the command alone; without it there are no colours
             print(self)
         else:
             _tell(self.parts(), Console())
@@ -125,7 +126,7 @@ class Report:
 
 
 def _width(text: str) -> int:
-    """The columns of a terminal that the text takes: two for a wide character, none for a combining one."""
+    """The columns that the text takes on a terminal: two for a wide character, none for a combining one."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
@@ -140,7 +141,7 @@ def _tell(parts: Iterable[Part], console: Console) -> None:
 
 
 def as_data(value: Any) -> Any:
-    """Records, mappings and sequences as what JSON has; numbers that are not finite become null.
+    """Records, mappings and sequences as JSON types; numbers that are not finite become null.
 
     >>> as_data({"line": Line("text"), "several": (1, float("nan"))})
     {'line': {'text': 'text', 'style': ''}, 'several': [1, None]}
@@ -187,7 +188,7 @@ def bytes_in_words(nbytes: float) -> str:
 
 
 def column_of_bytes(column: Sequence[float]) -> list[str]:
-    """The same for a column, all in the unit of its largest.
+    """The same for a column, all in the unit of its largest entry.
 
     >>> column_of_bytes([12_345_678, 12_345, 0])
     ['12.3 MB', '<0.1 MB', '0.0 MB']

@@ -1,4 +1,4 @@
-"""Beside which releases of torch leannorm works, and beside which its tests were run."""
+"""With which releases of torch does leannorm work, and with which were its tests run?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TESTED = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
 def why_refused(release: str) -> str | None:
-    """Why leannorm does not work beside this release of torch: one sentence; None where it does.
+    """Why leannorm does not work with this release of torch, in one sentence; None if it does.
 
     >>> why_refused("2.15.0+cpu")
     >>> why_refused("2.9.1")
@@ -28,7 +28,7 @@ def why_refused(release: str) -> str | None:
 
 
 def is_tested(release: str) -> bool:
-    """Was the suite run beside this release? Its builds (for CPUs, for CUDA) count as one.
+    """Whether the suite was run with this release; its builds (for CPUs, for CUDA) count as one.
 
     >>> is_tested("2.13.0+cpu"), is_tested("2.13.1"), is_tested("2.15.0a0+git1234")
     (True, False, False)
@@ -37,13 +37,13 @@ def is_tested(release: str) -> bool:
 
 
 def left_to_python(function: _F) -> _F:
-    """The function, which torch's compiler does not compile, nor what it calls, where code that is left to
-    Python calls it: there it watches every call."""
+    """Keep torch's compiler from compiling this function and what it calls when a graph break calls it from
+    Python, since there it watches every call."""
     try:
         frames: Any = torch._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    except AttributeError:  # a release that names them otherwise
+    except AttributeError:  # a release with another name for it
         pass
     return function
 
@@ -56,4 +56,4 @@ RELEASE = _numbers(torch.__version__)
 """Of the torch at hand, as (2, 13); for the few places where nothing else tells what it does."""
 
 if (_why := why_refused(str(torch.__version__))) is not None:
-    raise ImportError(_why)  # before the rooms, which would fail on what that release lacks
+    raise ImportError(_why)  # before the packages, which would fail on what that release lacks

@@ -1,4 +1,4 @@
-"""The small records that travel between rooms."""
+"""The small records that are passed between packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 class Running(NamedTuple):
-    """Running statistics, the number of batches if it is counted, momentum (None: 1 / that number)."""
+    """Running statistics, the number of batches if it is counted, and momentum (None: 1 / that number)."""
 
     mean: Tensor | None
     var: Tensor | None
@@ -22,10 +22,10 @@ class Running(NamedTuple):
 
 
 class Pool:
-    """Statistics of several batches, merged on the device; a layer's copies and pickles have none.
+    """Statistics of several batches, merged on the device; copies and pickles of a layer have none.
 
-    `counts` are the numbers of batches and of values of a channel; all is float64. `of_rank`: of this rank's
-    values alone, where the layer shares its statistics with others.
+    `counts` are the numbers of batches and of values per channel; everything is float64. `of_rank`: whether
+    they are of this rank's values alone, though the layer shares its statistics with other ranks.
     """
 
     def __init__(self, channels: int, device: torch.device, of_rank: bool = False) -> None:
@@ -39,7 +39,8 @@ class Pool:
 
 
 class Epilogue(NamedTuple):
-    """What a kernel makes of the normalized values before it writes: act(xhat * weight + bias + residual)."""
+    """What a kernel does with the normalized values before it writes: act(xhat * weight + bias +
+    residual)."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -48,11 +49,12 @@ class Epilogue(NamedTuple):
 
 
 class KeptByChannelNorm(NamedTuple):
-    """What a per-channel norm keeps: its backward pass reads it, and its output can be computed again of it.
+    """What a per-channel norm keeps: its backward pass reads it, and its output can be computed from it
+    again.
 
-    The output is kept where the derivative of `act` is computed from it. `mask` is that of `Valid`. `size`
-    is the number of values that each statistic is of, where the shape of x does not tell. What the gradients
-    do not need is None.
+    The output is kept if the derivative of `act` is computed from it. `mask` is that of `Valid`. `size` is
+    the number of values behind each statistic, if the shape of x does not determine it. What the gradients do
+    not need is None.
     """
 
     x: Tensor
@@ -79,11 +81,11 @@ def kept_of(
 
 
 class Valid(NamedTuple):
-    """Which positions of an input are data; what is at the others is never read into a statistic.
+    """Which positions of an input are data; values at the others never enter a statistic.
 
-    `mask` is bool, (N, positions of a sample), contiguous. `total` are the positions that are data, in all;
-    None where only the device knows. `zero`: are results 0 at the others? Else they are normalized too, by
-    the statistics of the data.
+    `mask` is bool, (N, positions of a sample), contiguous. `total` is the number of positions that are data;
+    None if only the device knows it. `zero`: whether results are 0 at the other positions, which otherwise
+    are normalized too, by the statistics of the data.
     """
 
     mask: Tensor
@@ -94,8 +96,8 @@ class Valid(NamedTuple):
 class Rows(NamedTuple):
     """Which axes a row norm normalizes, start..stop-1, and how.
 
-    `weight_offset` is added to the weight. `cast_before`: is the normalized value rounded to the dtype of the
-    input before it meets the weight?
+    `weight_offset` is added to the weight. `cast_before`: whether the normalized value is rounded to the
+    input's dtype before it is multiplied by the weight.
     """
 
     start: int
@@ -107,7 +109,7 @@ class Rows(NamedTuple):
 
 
 class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm keep; with a residual `x` is the sum. Rows that are not `valid` are no data."""
+    """What layer and RMS norm keep; with a residual `x` is the sum. Rows outside of `valid` are not data."""
 
     x: Tensor
     mean: Tensor
@@ -117,7 +119,7 @@ class KeptByRowNorm(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """What a modulated norm takes beside x: norm(x + gate * branch) * (1 + scale) + shift."""
+    """What a modulated norm takes in addition to x: norm(x + gate * branch) * (1 + scale) + shift."""
 
     branch: Tensor | None
     gate: Tensor | None
@@ -128,7 +130,8 @@ class Modulation(NamedTuple):
 
 
 class KeptByAdaNorm(NamedTuple):
-    """What a modulated norm keeps; with a branch `x` is the sum. The branch is for the gate's gradient."""
+    """What a modulated norm keeps; with a branch `x` is the sum. The branch is kept for the gate's
+    gradient."""
 
     x: Tensor
     mean: Tensor
@@ -141,7 +144,7 @@ class KeptByAdaNorm(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """How a gated RMS norm meets its gate; the axes from `start` on are normalized."""
+    """How a gated RMS norm applies its gate; the axes from `start` on are normalized."""
 
     start: int
     eps: float
@@ -163,9 +166,9 @@ class KeptByGatedNorm(NamedTuple):
 class Moments:
     """Statistics of a set of values, in the form that merges without cancellation.
 
-    `mean` and `m2` (sum of squared deviations from the mean) share one shape, one entry a statistic;
+    `mean` and `m2` (sum of squared deviations from the mean) have one shape, with one entry per statistic;
     `count` is the number of values behind each entry: an int, or a float64 tensor where it is only
-    known on the device (ranks that hold different numbers of samples).
+    known on the device (ranks that have different numbers of samples).
     """
 
     mean: Tensor

@@ -1,6 +1,6 @@
-"""A model runs, and nothing of it is changed: tensors, attributes, modes, hooks, gradients, random numbers.
+"""Run a model without changing it: tensors, attributes, modes, hooks, gradients, random numbers.
 
-Whoever runs a user's model to look at it does so within `untouched`.
+Code that runs a user's model to examine it does so within `untouched`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque, bytearray)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 _PLAIN = (Tensor, Parameter, torch.nn.Buffer)
 _TABLES = [name for name, value in vars(Module()).items() if isinstance(value, (dict, set))]
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
-# whose objects are no state of a model's, but for a namespace and collections in Python
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # the attributes of a tensor
+# objects of these packages are not a model's state, except for a namespace and collections in Python
 _STRANGERS = (sys.stdlib_module_names | {"torch", "numpy"}) - {"types", "collections"}
 
 
 class Copies:
     """A copy for each tensor; tensors that share memory have copies that share it.
 
-    None where a copy cannot stand for it: a result of autograd, which is of its graph; a parameter that is
-    made of tensors, to which FSDP2 has references of its own; a class of another package. With
-    `parameters=False` for every parameter.
+    None if a copy cannot replace a tensor: a result of autograd, which belongs to its graph; a parameter made
+    of tensors, to which FSDP2 has references of its own; a class of another package. With `parameters=False`
+    None for every parameter.
     """
 
     def __init__(self, parameters: bool = True) -> None:
@@ -69,32 +69,32 @@ class Copies:
 
 
 def themselves(tensor: Tensor) -> None:
-    """Every tensor stays in its place and gets its values back: for who knows tensors by identity."""
+    """Every tensor stays and gets its values back: for code that knows tensors by identity."""
 
 
 def left_alone(tensor: Tensor) -> Tensor:
-    """Every tensor is left alone: for a block that runs none of the model's code."""
+    """Every tensor is left alone, for a block that does not run the model's code."""
     return tensor
 
 
 @contextmanager
 def untouched(model: Module, instead: Instead | None = None) -> Iterator[ExitStack]:
-    """At its end, however the block ends, the model is bit for bit what it was.
+    """When the block ends, however it ends, the model is bit for bit what it was.
 
-    Within it, `instead(tensor)` stands in the place of each tensor, by default a copy (`Copies`); where that
-    is None the tensor itself does, which gets its values back. At the end modules have their tensors (the
-    same objects), gradients, attributes, containers, hooks, classes and modes; so have modules and objects
-    that are no more than attributes, but for what leads back to the model, as a trainer does. Random numbers
-    go on as if nothing had run, those of the model's own generators too. What FSDP2 has gathered is freed,
-    before and after.
+    Within it, `instead(tensor)` replaces each tensor, by default with a copy (`Copies`); where that is None
+    the tensor itself stays and gets its values back. Afterwards modules have their tensors (the same
+    objects), gradients, attributes, containers, hooks, classes and modes; so do modules and objects that are
+    only attributes, except those that refer back to the model, as a trainer does. Random numbers continue as
+    if nothing had run, including those of the model's own generators. What FSDP2 has gathered is freed before
+    and after.
 
-    Gives what undoes all this at the end: its `pop_all()` keeps the changes.
+    Yields the stack that undoes all this at the end; its `pop_all()` keeps the changes.
     """
     units: list[Any] = [m for m in model.modules() if hasattr(m, "set_reshard_after_forward")]
     with ExitStack() as undo:
-        for unit in units:  # so that the tables of parameters hold shards
+        for unit in units:  # so that the tables of parameters contain shards
             unit.reshard()
-        if instead is left_alone:  # none of the model's code runs: modules alone may change
+        if instead is left_alone:  # none of the model's code runs, so only modules can change
             reached = list[Any](model.modules())
         else:
             reached = _reached(model)
@@ -112,14 +112,14 @@ def untouched(model: Module, instead: Instead | None = None) -> Iterator[ExitSta
 
 @contextmanager
 def random_state(model: Module | None = None) -> Iterator[None]:
-    """At its end every generator that a forward pass may use is in the state that it was in."""
+    """Every generator that a forward pass may use gets its state back at the end."""
     with ExitStack() as undo:
         _keep_random_state(undo, [] if model is None else _reached(model))
         yield
 
 
 def _reached(model: Module) -> list[Any]:
-    """The model and all that it holds, each once, without what leads back to it."""
+    """The model and everything it contains, each object once, without references back to the model."""
     known: dict[int, Any] = {id(model): model}
     parts: dict[int, list[Any]] = {}
     holders: dict[int, list[Any]] = defaultdict(list)
@@ -146,7 +146,7 @@ def _reached(model: Module) -> list[Any]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What it holds; of a module also what its tables hold."""
+    """What an object contains; for a module also what its tables contain."""
     if isinstance(value, ScriptModule):
         return [*value.children()]
     if isinstance(value, Module):
@@ -164,29 +164,30 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Is it an object whose attributes are known, of a class that somebody wrote for a model?"""
+    """Whether it is an object with known attributes, of a class that somebody wrote for a model."""
     if isinstance(value, (Tensor, type, types.ModuleType)):
         return False
     return type(value).__module__.partition(".")[0] not in _STRANGERS
 
 
 def _slots_of(value: Any) -> dict[Any, Any]:
-    """By the descriptors of its class."""
+    """Attributes in slots, read by the descriptors of the class."""
     of = {}
     for cls in type(value).__mro__:
         for slot in vars(cls).values() if "__slots__" in vars(cls) else ():
             if isinstance(slot, types.MemberDescriptorType):
-                with suppress(AttributeError):  # one that is not set
+                with suppress(AttributeError):  # a slot that is not set
                     of[slot] = slot.__get__(value)
     return of
 
 
 class _Places:
-    """Exchanges what stands in attributes and containers, and notes how it is put back."""
+    """Replaces values in attributes and containers, and records how to put them back."""
 
     def __init__(self, undo: ExitStack, instead: Instead) -> None:
         self._undo, self._instead = undo, instead
-        self._made: dict[int, tuple[Any, Any]] = {}  # with what it stands for, whose id would be used again
+        # kept together with the original, whose id could be reused otherwise
+        self._made: dict[int, tuple[Any, Any]] = {}
 
     def exchange(self, value: Any) -> None:
         if isinstance(value, ScriptModule):
@@ -220,7 +221,7 @@ class _Places:
             self._undo.callback(_refill, kind, container, _contents(kind, container))
 
     def _script(self, module: Any) -> None:
-        """What a scripted module holds is not Python's to exchange."""
+        """Python cannot replace what a scripted module contains."""
         for name in module._concrete_type.get_attributes():
             value = module._c.getattr(name)
             if isinstance(value, Tensor):
@@ -231,7 +232,7 @@ class _Places:
             self._keep(tensor)
 
     def _of(self, value: Any) -> Any:
-        """What stands in its place; for a tuple one of what stands in the places of its entries."""
+        """The replacement of a value; for a tuple, a tuple of the replacements of its entries."""
         if self._instead is left_alone or isinstance(value, _ATOMS):
             return value
         if id(value) in self._made:
@@ -242,7 +243,7 @@ class _Places:
         elif isinstance(value, np.ndarray):
             new = value.copy()
         elif isinstance(value, itertools.count):
-            with warnings.catch_warnings(), suppress(TypeError):  # Python 3.14 copies none
+            with warnings.catch_warnings(), suppress(TypeError):  # Python 3.14 does not copy these
                 warnings.simplefilter("ignore")
                 new = copy.copy(value)
         elif isinstance(value, tuple):
@@ -254,7 +255,7 @@ class _Places:
         return new
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        if is_lazy(tensor):  # it would become another class
+        if is_lazy(tensor):  # the class would change
             of: Any = type(tensor)
             lazy: Tensor = of(tensor.requires_grad, tensor.data.device, tensor.data.dtype)
             return lazy
@@ -288,14 +289,14 @@ def _kind_of(container: Any) -> Any:
 
 
 def _contents(kind: Any, container: Any) -> list[Any]:
-    """Its entries; of a mapping each key before its value."""
+    """The entries of a container; for a mapping each key before its value."""
     if issubclass(kind, dict):
         return [*itertools.chain.from_iterable(kind.items(container))]
     return [*kind.__iter__(container)]
 
 
 def _refill(kind: Any, container: Any, entries: list[Any]) -> None:
-    """Not where it holds the same: other threads may read it meanwhile."""
+    """Writes only if the value differs, since other threads may read it meanwhile."""
     there = _contents(kind, container)
     if len(there) == len(entries) and all(map(operator.is_, there, entries)):
         return
@@ -337,7 +338,7 @@ def _put_back_values(
 
 
 def _values_of(tensor: Tensor) -> Tensor | None:
-    """This rank's, in the tensor's own memory; None where there are none to read (meta, fake)."""
+    """This rank's part, in the tensor's own memory; None if there are no values to read (meta, fake)."""
     local: Any = tensor.detach()
     if hasattr(local, "to_local"):
         local = local.to_local()
@@ -348,7 +349,7 @@ def _values_of(tensor: Tensor) -> Tensor | None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Has it plain memory, that a view of its storage shows?"""
+    """Whether it has plain memory, which a view of its storage shows."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return False
     return tensor.untyped_storage().data_ptr() != 0
@@ -359,7 +360,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; false where that cannot be asked."""
+    """Whether both are equal bit for bit; False if they cannot be compared."""
     if a.layout != torch.strided or a.is_quantized:
         return False
     if a.is_complex():

@@ -1,7 +1,5 @@
 """`lean(head=True)`: what reads logits without making them gives what plain torch gives."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

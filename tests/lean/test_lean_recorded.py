@@ -1,7 +1,7 @@
-"""The log of operators (csrc/nodes/record/), by which `lean()` will know what its search infers today.
+"""The log of operators (csrc/nodes/record/), by which `lean()` knows what its search infers.
 
-`LEANNORM_RECORD=1` chooses it, for "norm" and "conv" on CPU tensors. Everything is as without `lean()`, bit
-for bit, for the networks of these tests, for random programs, and for what the search cannot see.
+Everything is as without `lean()`, bit for bit, for the networks of these tests, for random programs, and for
+what the search cannot see.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // products, then whatever can be.
 #pragma once
 
-#include "walk.h"
+#include "freed.h"
 
 #include <cmath>
 #include <unordered_set>
@@ -103,10 +103,11 @@ struct InUse {
 struct Learned {
   static constexpr double kAtFirst = 6, kWithin = 5;  // what is allocated within a node, as gradients and workspaces, is not seen
   std::atomic<double> beyond = -1;  // not known yet
+  std::atomic<double> saved = 0;    // all that the last pass has saved
 
-  void note(double taken) {  // what was more than expected counts at once, what was less by degrees
+  void note(double taken, double all) {  // what was more than expected counts at once, what was less by degrees
     const double before = beyond.load();
-    beyond.store(before < taken ? taken : before * 0.75 + taken * 0.25);
+    beyond.store(before < taken ? taken : before * 0.75 + taken * 0.25), saved.store(all);
   }
 };
 
@@ -126,7 +127,8 @@ class Limit {
   }
   Limit(const Limit&) = delete;
   ~Limit() {  // all that was saved is gone
-    if (read_ && largest_ > 0) learned_->note(static_cast<double>(most_ - end_) / static_cast<double>(largest_));
+    const auto largest = static_cast<double>(largest_);
+    if (read_ && largest_ > 0) learned_->note(static_cast<double>(most_ - end_) / largest, static_cast<double>(all_) / largest);
   }
   // What the process has now: what the C library has given out, and the program itself.
   int64_t has() const { return InUse::is_counted() ? InUse::now().allocated + others_ : InUse::read_resident(); }
@@ -154,16 +156,18 @@ class Limit {
     drop(log);
   }
   void drop(Log& log) {
+    if (is_near()) encode_freed(log);  // what leaves hold, such as masks, which nothing makes again
     const Policy before = log.policy;
     while (is_near() && drop_one(log)) {}
     log.policy = before;
-    if (others_ < bytes_ && InUse::read_resident() > bytes_) InUse::trim();
+    trim();
   }
   // The backward pass has begun to read a tensor.
   void reads(int64_t nbytes) {
     since_ += nbytes;
     if (end_ < 0 || since_ * kLooks < bytes_) return;
     since_ = 0, read_ = true, most_ = std::max(most_, InUse::now().allocated);
+    trim();
   }
   void forward_ends(Log& log) {
     drop(log);
@@ -185,6 +189,10 @@ class Limit {
   int level_ = 0;
   size_t next_ = 0;  // of what the log lists
 
+  // What was freed lies between what is in use, and is still the process's.
+  void trim() const {
+    if (others_ < bytes_ && InUse::read_resident() > bytes_) InUse::trim();
+  }
   static Policy at_level(int level) {
     Policy policy;
     policy.products = level > 0, policy.everything = level > 1;
@@ -200,7 +208,7 @@ class Limit {
         if (!log.open.empty() && x.call == log.open.back()) return false;  // it is not made yet
         ++next_;
         if (x.state != Value::kHeld || x.saves == 0) continue;
-        if (level_ == kLevels - 1 && x.above + below(log, v) > row()) continue;
+        if (x.above + below(log, v) > row()) continue;
         decide(log, v);
         if (log.values[v].state == Value::kDropped) return lengthen(log, v), true;
       }
@@ -209,7 +217,10 @@ class Limit {
     return false;
   }
   // What is made again one from another is there at once. As with checkpoints, rows of about the root of all take the least.
-  int64_t row() const { return static_cast<int64_t>(std::max(3.0 * largest_, std::sqrt(static_cast<double>(largest_) * all_))); }
+  int64_t row() const {
+    const auto largest = static_cast<double>(largest_);
+    return static_cast<int64_t>(largest * std::max(3.0, std::sqrt(std::max(static_cast<double>(all_) / largest, learned_->saved.load()))));
+  }
   // Bytes of the values, made again, that this one is made of, with its own; those it would be made of count as they are.
   int64_t below(Log& log, int v) {
     std::vector<int> left{v};

@@ -248,6 +248,13 @@ inline void release(Log& log, int v) {
   }
 }
 
+// Of a device's tensor all are compared, for which the host waits: only trials ask.
+inline bool has_several_values(const Tensor& t) {
+  if (!t.defined() || t.numel() == 0 || t.device().is_cpu()) return t.defined() && Sample::of(t).tells;
+  const Below below;
+  const Tensor row = t.reshape({-1});
+  return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
+}
 // Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
 inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
   int64_t most = 0;
@@ -257,7 +264,7 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
     const Value& x = log.values[in];
     if (several || 2 * x.made.numel() < most) return;
     const auto made = scratch.find(in);
-    several = Sample::of(x.held.defined() || made == scratch.end() ? x.held : made->second).tells;
+    several = has_several_values(x.held.defined() || made == scratch.end() ? x.held : made->second);
   });
   return several;
 }
@@ -287,7 +294,7 @@ inline bool has_its_bits(Log& log, int v) {
     if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
   } catch (const std::exception&) {  // an operator that raises when it is called again: its result is kept
   }
-  if (same && Sample::of(was).tells) {
+  if (same && has_several_values(was)) {
     for (const int call : untried)
       if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
   }

@@ -1,9 +1,9 @@
 """Per-channel norms as autograd functions: what they save for the backward pass, and that pass.
 
-Saved, in bytes per input element: the input itself (4 in float32, 2 in half precision) and nothing else of
-its size, with one exception. With a residual and an activation the output is saved too (the next layer
-saves it anyway) if the derivative can be computed from it, else the residual. Mean and rstd are float64. With
-a mask it is saved, a byte a position; with statistics of several ranks, 8 bytes.
+Saved, in bytes per input element: the input itself (4 in float32, 2 in half precision) and, with one
+exception, nothing else of its size. With a residual and an activation the output is saved too (the next layer
+saves it anyway) if the derivative can be computed from it, else the residual. Mean and rstd are float64. A
+mask adds one byte per position, statistics of several ranks 8 bytes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import gradient_dtype
 from leannorm.ops.select import pick, transformed
 
-# mean, M2, rstd, and the count where the shape does not tell
+# mean, M2, rstd, and the count if the shape does not determine it
 Statistics = tuple[Tensor, Tensor, Tensor, Maybe]
 
 
 class ChannelCall(NamedTuple):
-    """A call of a per-channel norm, but for its tensors.
+    """The arguments of a per-channel norm that are not tensors.
 
-    `zero`: are results 0 where there is no data? Else they are normalized too, by the statistics of the data.
-    With `statistics` the function returns mean, M2 and count beside the output. `wide` is the dtype for the
+    `zero`: whether results are 0 where there is no data; otherwise they are normalized too, by the statistics
+    of the data. With `statistics` the function also returns mean, M2 and count. `wide` is the dtype for the
     weight where the bias has another one (`wide_for`).
     """
 
@@ -52,9 +52,9 @@ class ChannelCall(NamedTuple):
 
 
 def twice_differentiable() -> bool:
-    """Does autograd (create_graph=True), or a tracer, record this backward pass?
+    """Whether autograd (create_graph=True) or a tracer records this backward pass.
 
-    Then it uses plain torch operations.
+    If so, it uses plain torch operations.
     """
     return (torch.is_grad_enabled() and not traced()) or recording()
 
@@ -62,7 +62,7 @@ def twice_differentiable() -> bool:
 def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its check for functorch transforms; the caller has made that check.
 
-    And autograd calls the backward pass without looking for a `vjp` first.
+    Also, autograd then calls the backward pass without looking for a `vjp` first.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
@@ -70,14 +70,15 @@ def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., A
 
 
 def wide_for(weight: Tensor | None, bias: Tensor | None) -> torch.dtype | None:
-    """A dtype that holds the gradients of both, which kernels store in the weight's; None where that does."""
+    """A dtype that represents the gradients of both, which kernels store in the weight's; None if the
+    weight's does."""
     if weight is None or bias is None or weight.dtype is bias.dtype:
         return None
     return torch.promote_types(weight.dtype, bias.dtype)
 
 
 def _behind(act: str, residual: Tensor | None, y: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The residual, or the output in its place, that the derivative of the activation is computed from."""
+    """The tensor that the derivative of the activation is computed from: the residual, or the output."""
     if residual is None or ACTIVATIONS[act].from_output is None:
         return residual, None
     return None, None if act == "identity" else y
@@ -92,13 +93,14 @@ def _kept_by(ctx: Any) -> KeptByChannelNorm:
 
 
 def statistics_of(x: Tensor, mask: Maybe, call: ChannelCall, again: str = "") -> Statistics:
-    """Of all ranks that share them. `again`: the name of another sum, of statistics to be differentiated."""
+    """The sums of all ranks that share them. `again`: the name of a second sum, of statistics to be
+    differentiated."""
     backend: Backend = REFERENCE if again else call.backend
     moments, sharing = backend.channel_moments(x, call.groups, mask), call.sharing
     if sharing is None:
         size = moments.count if isinstance(moments.count, Tensor) else None
         return moments.mean, moments.m2, backend.rstd_of(moments, call.eps), size
-    # of every group of every sample, as ranks add them up
+    # of every group of every sample, which is how ranks add them up
     sums = backend.sums_of(Moments(moments.mean.flatten(), moments.m2.flatten(), moments.count))
     if again:
         total = added_up(sums, moments.count, sharing.group, sharing.call(again, x))
@@ -113,7 +115,7 @@ def statistics_of(x: Tensor, mask: Maybe, call: ChannelCall, again: str = "") ->
 def _forward(
     x: Tensor, epilogue: Epilogue, mask: Maybe, running: Running | None, call: ChannelCall, again: str = ""
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The output and its statistics, verb by verb: what one call of a kernel does not do."""
+    """The output and its statistics, verb by verb, for what a single kernel call cannot do."""
     mean, m2, rstd, size = statistics_of(x, mask, call, again)
     y = call.backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
     if running is not None and size is not None:
@@ -131,7 +133,7 @@ class ChannelNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, mask: Maybe, running: Any, call: Any
     ) -> Any:
         act = call.act
-        epilogue: Any = (weight, bias, residual, act)  # to make a record takes time
+        epilogue: Any = (weight, bias, residual, act)  # making a record takes time
         if call.sharing is None and call.zero:
             made = call.backend.channel_forward(x, epilogue, call.eps, call.groups, running, mask)
         else:
@@ -173,7 +175,7 @@ def _backward(
     call: ChannelCall = ctx.call
     kept, backend = _kept_by(ctx), call.backend
     if dy is None:
-        dy = torch.zeros_like(kept.x)  # the other ranks wait for this one's sums all the same
+        dy = torch.zeros_like(kept.x)  # the other ranks wait for this rank's sums even so
     if twice:
         backend = REFERENCE
         mean, _, rstd, _ = statistics_of(kept.x, kept.mask, call, "moments to differentiate twice")
@@ -191,7 +193,7 @@ def _in_steps(
     needed: Sequence[bool],
     twice: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """The gradients verb by verb: with a sum over the ranks, or where padding is normalized too."""
+    """The gradients verb by verb, if ranks share statistics or padding is normalized too."""
     by_data, sharing, means, dx, dz = kept.mask, call.sharing, None, None, None
     kept = kept if call.zero else kept._replace(mask=None)
     sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
@@ -202,7 +204,7 @@ def _in_steps(
         dbias, dweight = ((s.sum(0) if call.groups else s).to(dtype) for s in sums)
     elif needed[0]:
         assert kept.size is not None
-        if call.groups:  # weighted and added up in groups, before they are sent
+        if call.groups:  # weighted and summed per group, before they are sent
             of_groups = backend.channel_means(sums, kept.weight, call.groups, 1)
             sent = of_groups[0].flatten(), of_groups[1].flatten()
             total = gradient_sums_of_all(sent, sharing, kept.x, twice)
@@ -224,8 +226,8 @@ def _in_steps(
 class ChannelAffine(torch.autograd.Function):
     """act((x - mean) * rstd * weight + bias + residual) by given statistics, which are constants.
 
-    Where the weight needs no gradient only the activation may need x, or in its place the output, which the
-    next layer keeps too.
+    If the weight needs no gradient, only the activation may need x, or instead the output, which the next
+    layer keeps too.
     """
 
     Kept = KeptByChannelNorm
@@ -257,7 +259,7 @@ class ChannelAffine(torch.autograd.Function):
         backend = REFERENCE if twice_differentiable() else ctx.call.backend
         need_x, need_weight, need_bias, need_residual, *_ = needed
         dx = dweight = dbias = dz = None
-        if kept.x is None:  # only its shape and layout are read
+        if kept.x is None:  # only the shape and layout are read
             dy = dy.contiguous(memory_format=ctx.layout) if kept.output is None else like(kept.output, dy)
             kept = kept._replace(x=dy)
         if not (need_weight or need_bias):
@@ -289,7 +291,7 @@ def channel_norm(
 ) -> tuple[Tensor, Moments | None]:
     """`ChannelNorm`, or under a functorch transform its formula in plain torch.
 
-    The statistics are not returned where they have moved the `running` ones.
+    The statistics are not returned if they have updated the `running` ones.
     """
     weight, bias, residual, act = epilogue
     tensors = (x, weight, bias, residual)
@@ -329,7 +331,7 @@ def channel_norm(
 
 
 def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
-    """Evaluation of which nothing is recorded, by one verb; None where `channel_affine` must do it."""
+    """Evaluation that autograd does not record, by one verb; None if `channel_affine` must do it."""
     tensors = (x, running.mean, running.var, *epilogue[:3])
     if traced() or recorded(*tensors) or transformed(*tensors):
         return None

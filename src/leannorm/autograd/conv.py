@@ -1,9 +1,9 @@
 """Convolution and batch norm as one autograd function that keeps only the convolution's input.
 
 Saved, in bytes per element of the convolution's input: 4 in float32; of its output: 0. The backward pass runs
-the convolution again, overwrites its output with the gradient of that output, and hands this to
-`convolution_backward` (the input gradient of a large batch in slices): beside the incoming gradient one
-tensor of the output's size exists.
+the convolution again, overwrites its output with the gradient of that output, and passes this to
+`convolution_backward` (the input gradient of a large batch in slices). So besides the incoming gradient only
+one tensor of the output's size exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def _slices(dz: Tensor, x: Tensor) -> list[slice]:
-    """Quarters of a large batch; one slice of a small one, or where autograd records.
+    """Quarters of a large batch; one slice if the batch is small or autograd records.
 
     Convolutions on the CPU copy their operands into internal layouts. A sample's input gradient does not
     depend on other samples, so slices keep these copies small. With 16 samples or more a slice runs the
@@ -54,7 +54,7 @@ class Convolution(NamedTuple):
         return torch.convolution(self.padded(x), weight, bias, *self._settings())
 
     def _settings(self) -> tuple[Any, ...]:
-        """What torch's operators take behind the operands."""
+        """The arguments that torch's operators take after the operands."""
         return self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
 
     def padded(self, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Convolution(NamedTuple):
     def backward(
         self, dz: Tensor, x: Tensor, weight: Tensor, bias: bool, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of x, weight and bias; None where not needed."""
+        """Gradients of x, weight and bias; None for those not needed."""
         padded = self.padded(x)
 
         def gradients(part: slice, mask: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +124,7 @@ def rstd_outside(variance: Tensor, eps: float) -> Tensor:
 
 
 def _statistics(z: Tensor, call: ChannelCall, outside: bool, again: bool = False) -> Statistics:
-    """Of all ranks that share them; those of a call `again` can be differentiated."""
+    """The sums of all ranks that share them; those of a call `again` can be differentiated."""
     mean, m2, rstd, size = statistics_of(z, None, call, "training forward again" if again else "")
     if outside:
         degrees = max(values_per_channel(z.shape) - 1, 1) if size is None else (size - 1).clamp_min(1)
@@ -133,7 +133,7 @@ def _statistics(z: Tensor, call: ChannelCall, outside: bool, again: bool = False
 
 
 class Normalization(NamedTuple):
-    """The norm after a convolution: its parameters, and its statistics where they are constants."""
+    """The norm after a convolution: its parameters, and its statistics if they are constants."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -142,7 +142,8 @@ class Normalization(NamedTuple):
 
 
 class KeptByConvNorm(NamedTuple):
-    """What a convolution with its batch norm saves; `size`: the values a channel of all ranks that share."""
+    """What a convolution with its batch norm saves; `size`: the values per channel on all ranks that
+    share."""
 
     x: Tensor
     conv_weight: Tensor
@@ -154,7 +155,8 @@ class KeptByConvNorm(NamedTuple):
 
 
 class ConvNorm(torch.autograd.Function):
-    """norm(conv(x)) * weight + bias: by the batch's statistics, with these, or by the given ones, alone."""
+    """norm(conv(x)) * weight + bias, by the batch's statistics, which it returns too, or by the given
+    ones."""
 
     Kept = KeptByConvNorm
 
@@ -180,7 +182,7 @@ class ConvNorm(torch.autograd.Function):
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
         ctx.set_materialize_grads(False)
         if m2 is None:
-            return y  # alone: torch.compile traces no backward of an output that is None
+            return y  # not (y, None, None): torch.compile traces no backward of an output that is None
         ctx.mark_non_differentiable(mean, m2)
         return y, mean, m2
 
@@ -212,7 +214,7 @@ class ConvNorm(torch.autograd.Function):
                 else:
                     total = gradient_sums_of_all(sums, sharing, z, twice)
                     means = backend.means_of(total, weight, count)
-                if ctx.outside:  # d rstd / d x has this factor more
+                if ctx.outside:  # d rstd / d x has this additional factor
                     degrees = max(count - 1, 1) if size is None else (size - 1).clamp_min(1)
                     means = means[0], means[1] * (count / (degrees * (1 - ctx.eps * rstd)))
             dz, _ = backend.channel_input_grad(dy, kept, means, into=into)

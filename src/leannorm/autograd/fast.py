@@ -1,15 +1,15 @@
-"""The fast path: calls that are handed to a kernel as they are, and which calls may be.
+"""The fast path: which calls are passed to a kernel as they are, and how.
 
-A small call takes as long as its Python does. So a call that is eager, under no transform and in no mode, on
-dense tensors, is handed to the kernel as it is. A kernel of the CPU refuses what it does not take before
-anything is written. One of Triton sees pointers and numbers: there a call goes this way if one of the same
-shapes, strides, dtypes, devices and settings went the whole way before, and repeats it (`tape.py`). For all
-other calls the answer is None, and the caller goes the whole way: it checks every rule, which raises the
-error if one is broken, and picks a backend. Same functions, same operators, same bits.
+A small call takes as long as its Python code. So an eager call on dense tensors, under no transform and in no
+mode, is passed to the kernel as it is. A CPU kernel rejects what it does not take before anything is written.
+A Triton kernel sees only pointers and numbers: there a call takes the fast path if one with the same shapes,
+strides, dtypes, devices and settings took the full path before, and repeats that (`tape.py`). For all other
+calls the result is None, and the caller takes the full path: it checks every rule, raises the error if one is
+broken, and picks a backend. Both paths use the same functions and operators and give the same bits.
 
-Where autograd nodes in C++ are built (`nodes.py`), they stand in for `ChannelNorm`, `ChannelAffine` and
-`RowNorm`: same names, same saved tensors, which hooks see in the same order. They ask for what `usual_call`
-asks, and leave backward passes that are recorded to the functions in Python.
+If the autograd nodes in C++ are built (`nodes.py`), they replace `ChannelNorm`, `ChannelAffine` and
+`RowNorm`: same names, same saved tensors, which hooks see in the same order. They have the conditions of
+`usual_call`, and leave recorded backward passes to the functions in Python.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from leannorm.ops.modes import recording, traced
 from leannorm.ops.running import frozen
 from leannorm.ops.select import picks_cpu, picks_triton
 
-_LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}  # as C++ counts
+# the numbering that C++ uses
+_LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
 _DTYPES, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-# looked up once: small calls ask them every time
+# looked up once: small calls use them every time
 _tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 
 
 def _serving(x: Tensor) -> AsGiven | None:
-    """Whose kernels serve an eager call on this tensor; None: no compiled ones.
+    """The backend whose kernels compute an eager call on this tensor; None if it has no compiled ones.
 
-    Asked first of every call: a compiler or a tracer may not see that sizes are looked at.
+    Called first, because a compiler or a tracer must not see that sizes are read.
     """
     if type(x) not in _PLAIN or traced() or _tracing():
         return None
@@ -75,10 +76,10 @@ def usual_call(
     moves: bool = False,
     dense: bool = True,
 ) -> bool:
-    """May a backend's kernels be handed these tensors as they are?
+    """Whether a backend's kernels can take these tensors as they are.
 
     The call reads `running` statistics or, if it `moves` them, writes them. With `dense` the kernels take no
-    other layout. What a kernel refuses by itself before it writes is not asked here.
+    other layout. What a kernel itself rejects before it writes is not checked here.
     """
     if forward_ad._current_level >= 0 or _transform() is not None or _backward_pass() != -1 or recording():
         return False
@@ -103,7 +104,7 @@ def usual_call(
                 return False
             for v in (x, weight, bias):
                 if v is not None and v.is_inference() and _recorded(x, weight, bias):
-                    return False  # autograd cannot keep it: statistics must not move
+                    return False  # autograd cannot save it, so statistics must not move
     return True
 
 
@@ -152,8 +153,8 @@ def batch_norm(
     training: bool,
     sharing: Sharing | None = None,
 ) -> Tensor | None:
-    """By running statistics, which training moves, or that of the batch where there are none; with `sharing`
-    by the statistics of all ranks."""
+    """By running statistics, which training updates, or by the batch's if there are none; with `sharing` by
+    the statistics of all ranks."""
     backend = _serving(x)
     mean, var, _, momentum = running
     tracks = mean is not None and var is not None
@@ -183,10 +184,10 @@ def _by_own(
     groups: int,
     running: Running | None = None,
 ) -> Tensor | None:
-    """`ChannelNorm`, which moves the `running` statistics, too.
+    """`ChannelNorm`, which also updates the `running` statistics.
 
-    The caller has checked what no kernel does: `eps`, the momentum, and that x has channels and more than one
-    value of each.
+    The caller has checked what no kernel checks: `eps`, the momentum, and that x has channels with more than
+    one value each.
     """
     y: Maybe
     if NODES is not None:
@@ -232,11 +233,11 @@ def _by_constants(
 def _by_all(
     backend: AsGiven, x: Tensor, weight: Maybe, bias: Maybe, act: str, running: Running, sharing: Sharing
 ) -> Maybe:
-    """`ChannelNorm` of all ranks' inputs, on the CPU, and of a call that no checkpoint repeats.
+    """`ChannelNorm` of all ranks' inputs, on the CPU, for a call that no checkpoint repeats.
 
-    A kernel that refuses an argument might come too late here: other ranks wait for this one's sums. So
-    whatever it may refuse is looked at before. Ranks that go this way and ranks that go the whole way send
-    the same.
+    Here a kernel would reject an argument too late, while other ranks wait for this rank's sums. So
+    everything that it may reject is checked before. Ranks on the fast path and ranks on the full path send
+    the same messages.
     """
     mean, var, count, _ = running
     if backend is not CPU_AS_GIVEN or x.dtype not in _DTYPES or act not in ACTIVATIONS or may_be_repeated():
@@ -299,7 +300,7 @@ def call_of(node: Any) -> Any:
 
 
 def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
-    """The call of a node in C++, which tells it so."""
+    """The call of a node in C++, which stores it."""
     by_triton, has_bias, *settings = saved_call
     backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
     if name == "RowNormBackward":
@@ -312,7 +313,7 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
 def _backward_of_node(
     name: str, saved: list[Maybe], needed: tuple[bool, ...], saved_call: tuple[Any, ...], dy: Tensor
 ) -> tuple[Maybe, ...]:
-    """The backward pass of a node in C++, by the function that it stands in for."""
+    """The backward pass of a node in C++, by the Python function that it replaces."""
     x, mean, rstd, weight, bias, out = saved
     need_x, need_weight, need_bias = needed
     ctx = SimpleNamespace(call=_call(name, saved_call))

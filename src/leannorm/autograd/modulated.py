@@ -1,7 +1,8 @@
-"""Row norms with a scale and a shift, or with a gate, as autograd functions: what they save, and back.
+"""Row norms with a scale and a shift, or with a gate, as autograd functions.
 
-Saved beside the parameters, which the caller holds: x (or the sum) and one or two statistics a row. A gated
-norm saves its gate, which has x's shape, and a gated residual whose gate needs a gradient saves the branch.
+Saved in addition to the parameters, which the caller keeps anyway: x (or the sum) and one or two statistics
+per row. A gated norm also saves its gate, which has x's shape, and a gated residual whose gate needs a
+gradient saves the branch.
 """
 
 from __future__ import annotations

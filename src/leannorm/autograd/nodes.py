@@ -1,7 +1,8 @@
-"""The library of autograd nodes in C++ (csrc/nodes/): is it there, and for this torch and this Python?
+"""The library of autograd nodes in C++ (csrc/nodes/): is it there, and does it fit this torch and this
+Python?
 
-It needs torch's C++ interface, which changes from release to release, so that only a build from source has
-it. Where it rests, the functions of Python do the same.
+It needs torch's C++ interface, which changes from release to release, so only a build from source has it.
+Without it, the functions in Python compute the same.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from leannorm.ops.backends import CPU
 from leannorm.ops.backends.library import schema_digest, why_unfit
 
 PATH = Path(__file__).parents[1] / "_nodes.so"
-INTERFACE = 31  # raised when the functions of csrc/nodes take something else
+INTERFACE = 31  # raised when functions of csrc/nodes change their arguments
 
 
 def built_for() -> str:
-    """What setup.py writes into the library: the interface, the releases and the schemas that it fits."""
+    """What setup.py writes into the library: the interface, releases and schemas that it was built for."""
     python = sysconfig.get_config_var("SOABI")
     releases = f"torch {torch.__version__} {torch.version.git_version} {python}"
     return f"{INTERFACE} {releases} {schema_digest().decode()}"

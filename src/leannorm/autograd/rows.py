@@ -16,9 +16,9 @@ from leannorm.ops.select import pick, transformed
 
 
 class RowCall(NamedTuple):
-    """A call of a row norm, but for its tensors; `wide` as in `ChannelCall`.
+    """The arguments of a row norm that are not tensors; `wide` as in `ChannelCall`.
 
-    `adds_alike`: has the residual the dtype of x?
+    `adds_alike`: whether the residual has the dtype of x.
     """
 
     backend: Backend
@@ -30,16 +30,16 @@ class RowCall(NamedTuple):
 
 
 def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:
-    """None for an RMS norm, but where zeros in its place would be one more launch."""
+    """None for an RMS norm, unless zeros instead of it would be one more launch."""
     return mean if backend.launches or not rms else None
 
 
 class RowNorm(torch.autograd.Function):
     """y (and x + residual) of `row_forward`.
 
-    Saves x (with a residual: the sum, which is an output anyway) and two statistics a row (an RMS norm one),
-    in float32 or float64, and where rows are masked a byte a row: 0 bytes per element beside the input, which
-    the caller holds already.
+    Saves x (with a residual the sum, which is an output anyway), two statistics per row (one for an RMS norm)
+    in float32 or float64, and a byte per row if rows are masked. That is 0 bytes per element in addition to
+    the input, which the caller keeps anyway.
     """
 
     Kept = KeptByRowNorm

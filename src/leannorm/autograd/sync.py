@@ -1,7 +1,7 @@
-"""Statistics of several ranks: one sum over the ranks forward, one backward.
+"""Statistics of several ranks: one sum over the ranks in the forward pass, one in the backward pass.
 
 Gradients are those of the sum of all ranks' losses: the input's gradient needs the other ranks' gradient
-sums; the weight's and bias's are this rank's share.
+sums; the gradients of weight and bias are this rank's share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from leannorm.ops.modes import rebuilding, recording
 class Shared(NamedTuple):
     """This rank's sums in one forward pass and their total over the ranks, for a recompute of that pass.
 
-    `taken`: has a recompute had them?
+    `taken`: whether a recompute has used them.
     """
 
     sums: Tensor
@@ -35,9 +35,9 @@ class Sharing(NamedTuple):
     """The ranks that a layer shares its statistics with, its name in errors, and its settings.
 
     `seen` are the layer's last forward passes, which checkpointing may recompute. `asked` is the layer's
-    `process_group`, and `group` the name of the group that it stands for in this call. `eps`, `momentum`
-    and whether it `tracks` running statistics must be equal on all ranks. `groups` are those of a group norm,
-    whose statistics are each sample's.
+    `process_group`, and `group` the name of the group that this means in this call. `eps`, `momentum` and
+    whether it `tracks` running statistics must be equal on all ranks. `groups` is the number of groups of a
+    group norm, whose statistics are per sample.
     """
 
     group: str
@@ -103,22 +103,22 @@ def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Te
 
 
 def _repeated(passes: deque[Shared], sums: Tensor) -> Tensor | None:
-    """The total of the pass with these sums; of several, each in its turn, the last pass first, as backward
-    passes go."""
+    """The total of the pass that had these sums; if several had, one after the other, the last pass first, as
+    backward passes run."""
     taken = list[int]()
     for i in reversed(range(len(passes))):
-        if torch.equal(passes[i].sums.view(torch.int64), sums.view(torch.int64)):  # NaNs too
+        if torch.equal(passes[i].sums.view(torch.int64), sums.view(torch.int64)):  # equal NaNs too
             if not passes[i].taken:
                 passes[i] = passes[i]._replace(taken=True)
                 return passes[i].total
             taken.append(i)
-    for i in taken[1:]:  # they begin anew
+    for i in taken[1:]:  # all have been used: start again
         passes[i] = passes[i]._replace(taken=False)
     return passes[taken[0]].total if taken else None
 
 
 def gradient_sums_of_all(sums: tuple[Tensor, Tensor], sharing: Sharing, x: Tensor, twice: bool) -> Tensor:
-    """The gradient sums of all ranks behind a header; with `twice` they can be differentiated again."""
+    """The gradient sums of all ranks after a header; with `twice` they can be differentiated again."""
     call = sharing.call("backward", x)
     if twice:
         return added_up(torch.cat(sums), 0, sharing.group, call)
@@ -126,10 +126,10 @@ def gradient_sums_of_all(sums: tuple[Tensor, Tensor], sharing: Sharing, x: Tenso
 
 
 def may_be_repeated() -> bool:
-    """May a checkpoint recompute this forward pass?
+    """Whether a checkpoint may recompute this forward pass.
 
     Reentrant checkpoints run it under no_grad, the others under saved-tensor hooks, which other hooks may
-    hide: any hook counts. To be called outside of an autograd.Function, whose forward runs under no_grad.
+    hide: any hook counts. Call this outside of an autograd.Function, whose forward runs under no_grad.
     """
     return (
         not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -137,7 +137,7 @@ def may_be_repeated() -> bool:
 
 
 def repeatable(sharing: Sharing) -> Sharing:
-    """`sharing`, which remembers this forward pass only where it may be recomputed."""
+    """`sharing`, which records this forward pass only if it may be recomputed."""
     if sharing.seen is not None and not (rebuilding() or may_be_repeated()):
         sharing = sharing._replace(seen=None)
     return sharing

@@ -1,4 +1,4 @@
-"""What does a person type? One file per subcommand: parse options, call the library, tell the result."""
+"""What does a person type? One file per subcommand: parse options, call the library, print the result."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CHECK_FELL_SHORT, BAD_USAGE, INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `leannorm ARGUMENTS`; returns the exit status.
 
-    0: success. 1: a check fell short. 2: bad usage, or a file that cannot be read or written, with one line
-    on stderr that says what to change; where several things do not fit, each has a line below it.
-    130: interrupted from the keyboard; no file is half-written.
+    0: success. 1: a check failed. 2: bad usage, or a file that cannot be read or written, with one line on
+    stderr that says what to change; if there are several problems, each has a line below it. 130: interrupted
+    from the keyboard; no file is half-written.
     """
     try:
         for name in NEEDS:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from leannorm._errors import LeannormError
     from leannorm.cli.app import app
 
-    # the base class of click's usage errors; where it can be imported from depends on the version of typer
+    # the base class of click's usage errors; its module depends on the version of typer
     usage_error: type[Any] = typer.BadParameter.__mro__[1]
     typed = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -40,9 +40,9 @@ def leannorm(
 
 
 def _after_the_package(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, once all of leannorm is imported, and the files of its report can be written.
+    """Run the command, once leannorm is imported and the files of its report are known to be writable.
 
-    Help, and options that there are none of, come before (`leannorm_command`).
+    Help and unknown options are handled before that (`leannorm_command`).
     """
 
     @wraps(command)
@@ -62,5 +62,5 @@ def _after_the_package(command: Callable[..., None]) -> Callable[..., None]:
 
 COMMANDS = (demo, check, profile, fit, doctor, bench, convert_checkpoint, fold, fork, info)
 for command in COMMANDS:
-    # without its own short help a command's first sentence is cut
+    # without a short help of its own, a command's first sentence is cut
     app.command(short_help=(command.__doc__ or "").partition("\n")[0])(_after_the_package(command))

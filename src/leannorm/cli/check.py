@@ -26,8 +26,8 @@ def check(
 ) -> None:
     """Check on this machine every equality that the layers promise, each against its error budget.
 
-    And tell which recipes of lean() are alive beside this torch; what one that does not fit it would rebuild
-    is kept. With MODEL and --input: train a model in plain PyTorch and under lean(), and compare every bit.
+    Also report which recipes of lean() work with this torch; the tensors of a recipe that does not are kept.
+    With MODEL and --input: train a model in plain PyTorch and under lean(), and compare every bit.
     """
     from leannorm._errors import InputError
     from leannorm.report.check import CheckReport

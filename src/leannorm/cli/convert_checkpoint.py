@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from leannorm.interop.checkpoints.conventions import Convention
 
 FRAMEWORKS = "torch (or pytorch), paddle, keras, tensorflow (or tf), flax or onnx"
-# what the library's messages call its arguments, as they are typed here
+# the arguments in the library's messages, and what a user types for them here
 _TYPED = {
     "pass names={'layer here': 'layer there'}; strict=False passes over what is missing or surplus": (
         "give --names HERE=THERE"
@@ -77,7 +77,7 @@ def convert_checkpoint(
     assert output is not None
     check_writable(output)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)
-    # checked first; `count` is passed on only where the framework's variance is biased
+    # checked first; `count` is passed on only if the framework's variance is biased
     reads, writes = _convention(source, "--from"), _convention(target, "--to")
     built = model_named(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -121,7 +121,7 @@ def _convention(name: str, flag: str) -> Convention:
 
 @contextmanager
 def _as_typed(flags: Mapping[str, str] = {}) -> Iterator[None]:
-    """Errors of the library speak of this command's flags; `flags` replaces some of those."""
+    """Errors of the library name this command's flags; `flags` replaces some of those."""
     from leannorm._errors import InputError
 
     try:

@@ -1,4 +1,5 @@
-"""`leannorm demo`: what `lean()` saves on two usual networks, and a training that is the same under it."""
+"""`leannorm demo`: what `lean()` saves on two common networks, and a training run that stays the same under
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`leannorm doctor MODEL`: what is wrong with a model's norms, and the line that mends it."""
+"""`leannorm doctor MODEL`: what is wrong with a model's norms, and the line that fixes it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def doctor(
 ) -> None:
     """Look for what is wrong in a model's norm layers; exit status 1 for findings (see --fail-on).
 
-    A function that makes MODEL may load weights. What a batch's values tell (the gap between the modes, dead
-    channels, padding) is asked of --data alone: of random values it says nothing. Where MODEL joins a job of
-    several ranks, as under torchrun, ranks are compared, and rank 0 tells what is found.
+    A function that makes MODEL may load weights. Checks of a batch's values (the gap between the modes, dead
+    channels, padding) need --data: random values show nothing. If MODEL joins a job of several ranks, as
+    under torchrun, ranks are compared, and rank 0 reports what is found.
     """
     import copy
 
@@ -61,7 +61,7 @@ def doctor(
     specs = specs_of(input) if input else []
 
     def looked(network: torch.nn.Module, batches: Any, meeting: Any = None) -> DoctorReport:
-        """Without batches where the model does not run on them: what is found then may be why."""
+        """Run without batches if the model does not run on them: what is found then may be why."""
         stopped: list[InputError] = []
 
         def forward(network: torch.nn.Module, batch: Any) -> Any:
@@ -87,7 +87,7 @@ def doctor(
         torch.manual_seed(0)
         random = made(specs, torch.float32) if specs else None
         network = model_named(model)
-        batches = made_by(data) if data else random  # when the model has joined its job
+        batches = made_by(data) if data else random  # once the model has joined its process group
         say("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
         report = looked(network, batches, meeting_of(None))

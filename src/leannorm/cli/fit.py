@@ -30,7 +30,7 @@ def fit(
 ) -> None:
     """Find the largest batch that fits in a memory, in plain PyTorch and under each lean setting.
 
-    Runs on fake tensors, so the machine itself does not need that memory. Exit status 1 where not even two
+    Runs on fake tensors, so the machine itself does not need that memory. Exit status 1 if not even two
     samples fit.
     """
     from leannorm.cli.inputs import dtype_named, made, specs_of

@@ -26,7 +26,7 @@ _WRITTEN = re.compile(r"(?:([a-z_]\w*)=)?(\d+(?:x\d+)*)(?::(\w+)(?:([<=])(\d+))?
 
 
 class Spec(NamedTuple):
-    """One tensor: random, of numbers below `below` or all `value`; without a dtype it has the model's."""
+    """One tensor: random, integers below `below`, or all `value`; without a dtype it has the model's."""
 
     name: str
     sizes: tuple[int, ...]
@@ -35,7 +35,7 @@ class Spec(NamedTuple):
     value: int | None = None
 
     def tensor(self, dtype: torch.dtype, device: str, batch: tuple[int, ...] = ()) -> Tensor:
-        """As it is made for a step, with `batch` before its sizes."""
+        """The tensor for a step, with `batch` in front of its sizes."""
         sizes = (*batch, *self.sizes)
         if self.value is not None:
             return torch.full(sizes, self.value, dtype=self.dtype, device=device)
@@ -45,7 +45,7 @@ class Spec(NamedTuple):
 
 
 def specs_of(texts: Sequence[str]) -> list[Spec]:
-    """What was typed. Raises InputError for what cannot be read.
+    """Parse what was typed. Raises InputError if it cannot be parsed.
 
     >>> specs_of(["2x512:int64<32000"])
     [Spec(name='', sizes=(2, 512), dtype=torch.int64, below=32000, value=None)]
@@ -88,7 +88,7 @@ def _spec_of(text: str) -> Spec:
 
 
 def made(specs: Sequence[Spec], dtype: torch.dtype, device: str = "cpu", batch: tuple[int, ...] = ()) -> Any:
-    """A tensor, a tuple of several, or a mapping where they have names."""
+    """A tensor, a tuple of several, or a mapping if they have names."""
     tensors = [spec.tensor(dtype, device, batch) for spec in specs]
     if specs[0].name:
         return dict(zip((spec.name for spec in specs), tensors, strict=True))
@@ -96,7 +96,7 @@ def made(specs: Sequence[Spec], dtype: torch.dtype, device: str = "cpu", batch: 
 
 
 def dtype_named(text: str) -> torch.dtype:
-    """Of the model and of its floating-point inputs. Raises InputError for an unknown one."""
+    """The dtype of the model and of its floating-point inputs. Raises InputError for an unknown one."""
     if text not in FLOATS:
         raise InputError(f"--dtype is one of {', '.join(FLOATS)}; got {text!r}")
     return FLOATS[text]
@@ -105,9 +105,9 @@ def dtype_named(text: str) -> torch.dtype:
 def tried(
     model: nn.Module, texts: Sequence[str], spec: str, device: str = "cpu", dtype: str = "float32"
 ) -> Any:
-    """Random inputs as they were typed, which the model has taken once; it is as it was.
+    """Random inputs as typed, tried on the model once, which is left as it was.
 
-    Raises InputError with the model's own words if it does not take them.
+    Raises InputError with the model's own message if it does not take them.
     """
     inputs = made(specs_of(texts), dtype_named(dtype), device)
     try:

@@ -18,7 +18,7 @@ from leannorm._errors import InputError, MissingDependencyError
 from leannorm.report.fitting import import_torchvision
 
 _RULE = "name a model as timm:NAME, torchvision:NAME, hf:TYPE, package.module:callable or file.py:callable"
-# of a model of transformers that is made to be measured, where its configuration has such a setting
+# settings for a transformers model that is made to be measured, if its configuration has them
 _SMALL = {
     "hidden_size": 256, "n_embd": 256, "d_model": 256, "dim": 256, "intermediate_size": 688, "d_ff": 688,
     "num_hidden_layers": 4, "n_layer": 4, "num_layers": 4, "n_layers": 4, "num_decoder_layers": 4,
@@ -63,7 +63,7 @@ def made_by(spec: str) -> object:
 
 
 def _parted(spec: str) -> tuple[str, str]:
-    """What stands before and behind the colon; a file's path may have others."""
+    """The text before and after the colon; a file's path may contain colons too."""
     file, of_file, name = spec.rpartition(".py:")
     if of_file:
         return f"{file}.py", name
@@ -133,7 +133,7 @@ def _of_transformers(text: str) -> Callable[[], object]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest known names, as the end of a message; nothing where none is near.
+    """The nearest known names, as the end of a message; empty if none is near.
 
     >>> did_you_mean("resnet5", ["resnet50", "vit"])
     ' (did you mean resnet50?)'
@@ -151,7 +151,8 @@ def _library(name: str):  # type: ignore[no-untyped-def]  # a module without kno
     try:
         import_torchvision()
         return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:  # torchvision built for another torch fails on its operators
+    # a torchvision built for another torch fails on its operators
+    except (ImportError, RuntimeError) as error:
         package = name.split(".", 1)[0]
         raise MissingDependencyError(
             f"{package} cannot be imported ({str(error).splitlines()[0]}): install {package} for this torch, "
@@ -181,7 +182,7 @@ def _callable(source: str, name: str) -> Callable[[], object]:
 
 
 def _module_of(file: Path) -> ModuleType:
-    """A file's module, once, by its name; where another module has that, by its path."""
+    """Load a file as a module, once, under its name or, if another module has that name, under its path."""
     for name in (file.stem, str(file)):
         known = sys.modules.get(name)
         if known is not None and getattr(known, "__file__", None) == str(file):
@@ -191,7 +192,7 @@ def _module_of(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where a dataclass looks for it
+    sys.modules[name] = module  # a dataclass looks for its module there
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What several subcommands share: options, and how a report is told."""
+"""What several subcommands share: options, and how a report is printed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ModelOption = Annotated[str, typer.Option("--model", help=_MODEL, metavar="MODEL
 
 
 def terminal() -> Console:
-    """The terminal, where text stands as it is: a path may look like rich's marks."""
+    """The terminal, without markup: a path may look like rich's marks."""
     from rich.console import Console
 
     return Console(soft_wrap=True, markup=False, emoji=False, highlight=False)
@@ -49,10 +49,10 @@ def terminal() -> Console:
 
 @contextmanager
 def under_way(first: str) -> Iterator[Callable[[str], None]]:
-    """Says what is being done, and gives the function that says what comes next.
+    """Prints what is being done, and yields the function that prints what comes next.
 
     On a terminal it is one line that changes; elsewhere (a pipe, a file, a log) each is a line, at once. Of
-    several ranks, as torchrun starts them, the first one says it.
+    several ranks started by torchrun, only the first prints.
     """
     from rich.console import Console
     from rich.text import Text
@@ -72,7 +72,7 @@ def under_way(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: object = True) -> None:
-    """A report on the terminal and in the files that were asked for; fails where it does not pass."""
+    """Print the report and write the files that were asked for; exits with 1 if the report does not pass."""
     from leannorm._files import write_text
     from leannorm.cli import CHECK_FELL_SHORT
 

@@ -55,6 +55,6 @@ def profile(
     report.model = model
     reasons = {reason for setting in report.settings for reason in setting.reasons}
     for one in heard:
-        if not any(reason in str(one.message) for reason in reasons):  # the report tells the others
+        if not any(reason in str(one.message) for reason in reasons):  # the report lists the others
             warnings.showwarning(one.message, one.category, one.filename, one.lineno)
     tell(report, json, html)

@@ -1,8 +1,8 @@
-"""What reads an input that the graph itself edits may not run again: by then the input holds something else.
+"""A node that reads an input which the graph itself edits may not run again: by then the input has changed.
 
-Torch's partition forgets that: a buffer is there anyway, so it saves the buffer in the place of a product of
-it, and the backward pass makes that product of the edited buffer. `docs/compiled.md` has a program that shows
-it.
+Torch's partition ignores that: as a buffer exists anyway, it saves the buffer instead of a product computed
+from it, and the backward pass computes the product from the edited buffer. `docs/compiled.md` has a program
+that shows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from leannorm.functional.graphs import written_by
 
 
 def readers(graph: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:
-    """The nodes that compute something from an input that is edited by the graph or right after it."""
+    """The nodes that compute something from an input that the graph edits, or that is edited right after
+    it."""
     edited = set(_edited(graph, num_fwd_outputs))  # with their views
     for node in graph.nodes:
         if not edited.isdisjoint(node.all_input_nodes) and operators.kind(node) == "view":

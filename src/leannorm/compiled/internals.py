@@ -1,6 +1,5 @@
-"""What is used of torch's compiler that torch does not promise: looked up in one place, with a reason if
-it is gone.
-"""
+"""The parts of torch's compiler that we use and torch does not promise, looked up in one place, with a reason
+if one is gone."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _BANS = (
 
 
 def missing() -> str | None:
-    """What this torch's compiler lacks, as a reason; None: nothing."""
+    """Why this torch's compiler cannot be used; None if nothing is missing."""
     for module, name in _NEEDED:
         if not hasattr(_imported(module), name):
             return (
@@ -48,7 +47,7 @@ def _imported(module: str) -> Any:
 
 
 def partitioner_class() -> type[Any]:
-    """The class that inductor asks a partition function to be of."""
+    """The class that inductor requires of a partition function."""
     cls: type[Any] = _imported(_PASSES).CustomPartitionerFn
     return cls
 
@@ -64,7 +63,7 @@ def partition(
 
 
 def without_bans() -> AbstractContextManager[Any]:
-    """Let torch's partition run again whatever is not marked to be saved."""
+    """Let torch's partition run everything again that is not marked to be saved."""
     config = _imported("torch._functorch.config")
     known = {name: False for name in _BANS if hasattr(config, name)}
     patched: AbstractContextManager[Any] = config.patch(**known) if known else nullcontext()
@@ -72,8 +71,8 @@ def without_bans() -> AbstractContextManager[Any]:
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Drop what nothing reads and join equal nodes, as torch's partition does first: what is planned is then
-    what it sees."""
+    """Remove dead nodes and merge equal ones, as torch's partition does first, so that the plan is made for
+    the graph it sees."""
     module.graph.eliminate_dead_code()
     join: Callable[[fx.Graph], fx.Graph] | None = getattr(
         _imported("torch._functorch.compile_utils"), "fx_graph_cse", None
@@ -98,7 +97,7 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def changes_layout(module: fx.GraphModule) -> bool:
-    """Does inductor lay out this graph's convolutions channels_last?"""
+    """Whether inductor lays out this graph's convolutions channels_last."""
     lowering = getattr(_imported("torch._inductor.graph"), "GraphLowering", None)
     decide = getattr(lowering, "decide_layout_opt", None)
     try:
@@ -108,7 +107,8 @@ def changes_layout(module: fx.GraphModule) -> bool:
 
 
 def place() -> str:
-    """Which of the compiled pieces this is: torch's number of frame and compilation, as in its logs."""
+    """Which of the compiled pieces this is: torch's number of the frame and the compilation, as in its
+    logs."""
     try:
         compile_id = torch._guards.CompileContext.current_compile_id()
     except AttributeError:

@@ -1,8 +1,8 @@
-"""From a joint graph, forward and backward pass in one, to the step that the planner reads.
+"""From a joint graph (forward and backward pass in one) to the step that the planner reads.
 
-The compiler fuses: what is computed element by element lies in memory only if a kernel of another kind reads
-it, or if several kernels read it and each would read many tensors for it. So a moment of the step is a node
-whose result lies in memory, and what it reads is found through those that do not.
+The compiler fuses: an elementwise result is written to memory only if a kernel of another kind reads it, or
+if several kernels read it and each would have to read many tensors to compute it. So each moment of the step
+is a node whose result is in memory, and its inputs are found through the nodes whose results are not.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Joint(NamedTuple):
 
 
 class Reader:
-    """Reads one joint graph; `step` gives what was read."""
+    """Reads one joint graph; `step` returns the result."""
 
     def __init__(
         self, graph: fx.Graph, num_fwd_outputs: int, rates: Rates, channels_last: bool = False
     ) -> None:
-        """`channels_last`: will the compiler lay out convolutions so?"""
+        """`channels_last`: whether the compiler will lay out convolutions so."""
         self.rates, self.channels_last = rates, channels_last
         self.nodes = [n for n in graph.nodes if n.op != "output"]
         returned = tree_leaves(graph.output_node().args)
@@ -78,7 +78,7 @@ class Reader:
         self.backward = self._backward()
         self.forward = self._ancestors(self.outputs)
         self.copied = set(self._laid_out_anew()) if channels_last else set()
-        self.below: dict[fx.Node, tuple[fx.Node, ...]] = {}  # what lies in memory and is read for a node
+        self.below: dict[fx.Node, tuple[fx.Node, ...]] = {}  # what is in memory and is read to compute a node
         self.stored: set[fx.Node] = set()
         for node in self.nodes:
             self._place(node)
@@ -93,7 +93,7 @@ class Reader:
                 self.moment[node] = self.moment[node.all_input_nodes[0]]
 
     def _backward(self) -> set[fx.Node]:
-        """What depends on incoming gradients."""
+        """The nodes that depend on incoming gradients."""
         backward: set[fx.Node] = set()
         for node in self.nodes:
             if node.op == "placeholder":
@@ -106,7 +106,7 @@ class Reader:
         return backward
 
     def _ancestors(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """These nodes and all that they are made of, in the forward pass."""
+        """These nodes and everything that they are computed from, in the forward pass."""
         ancestors = set(nodes) - self.backward
         for node in reversed(self.nodes):
             if node in ancestors:
@@ -114,7 +114,8 @@ class Reader:
         return ancestors
 
     def _laid_out_anew(self) -> Iterator[fx.Node]:
-        """Weights and inputs of convolutions in another layout: the compiler saves a copy of each."""
+        """Weights and inputs of convolutions in another layout, of each of which the compiler saves a
+        copy."""
         convolutions = (n for n in self.forward if operators.formula(n) == "convolution")
         for node in self._ancestors(convolutions):
             for value in operators.tensors(node) if node.op == "placeholder" else ():
@@ -138,7 +139,7 @@ class Reader:
         return len(readers) > 1 and len(large) > MOST_READS
 
     def _readers(self, node: fx.Node) -> list[fx.Node]:
-        """Its users, through views."""
+        """The users of a node, through views."""
         readers, left = [], list(node.users)
         while left:
             user = left.pop()
@@ -192,7 +193,7 @@ class Reader:
         return Joint(step, nodes, kept, self.kinds, self.forward)
 
     def _reads(self) -> list[list[fx.Node]]:
-        """What each moment of the backward pass reads: nodes of the forward pass, gradients in memory."""
+        """What each moment of the backward pass reads: nodes of the forward pass, and gradients in memory."""
         through: dict[fx.Node, tuple[fx.Node, ...]] = {}
         reads: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
@@ -218,7 +219,7 @@ class Reader:
         }
 
     def _shown(self, significant: Collection[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-        """For each node the values that reading it reads: itself, through a view its source's, or none."""
+        """For each node the values that reading it reads: itself, the source of a view, or none."""
         shows: dict[fx.Node, tuple[fx.Node, ...]] = {}
         for node in self.nodes:
             if self.kinds[node] == "view":
@@ -228,7 +229,7 @@ class Reader:
         return shows
 
     def _in_forward(self) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-        """When the forward pass makes each node, and when it reads it last (what lies in memory there)."""
+        """When the forward pass makes each node, and when it last reads it (of those in memory there)."""
         made: dict[fx.Node, int] = {}
         until: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -265,7 +266,7 @@ class Reader:
         if policy in RECOMPUTED or (made_by not in self.forward and policy not in SAVED):
             return value._replace(
                 nbytes=None, seconds=0.0
-            )  # the user says so; the backward pass has it anyway
+            )  # a user's checkpoint; the backward pass has it anyway
         small = kind == "reduced" and 4 * size <= self._bytes_read(node)
         if policy in SAVED or pinned or kind == "once" or small:
             return value
@@ -275,7 +276,7 @@ class Reader:
             return value._replace(seconds=_FUSED_SHARE * size / self.rates.memory)
         seconds = self._seconds(node)
         if one and size <= _CACHED and node.meta["val"].device.type == "cpu":
-            # a kept one would be read from memory; this one was just written
+            # a kept value would be read from memory, this one was just written
             seconds = _IN_CACHES * (seconds - size / self.rates.memory)
         return value._replace(seconds=seconds)
 
@@ -286,8 +287,8 @@ class Reader:
         made: dict[fx.Node, int],
         until: dict[fx.Node, int],
     ) -> tuple[list[int], list[int]]:
-        """Bytes of what is alive at each moment and is no value; and of what each moment of the backward pass
-        writes in the place of a value, since no gradient makes room for it."""
+        """Bytes of everything alive at each moment that is not a value; and the bytes that each moment of the
+        backward pass may write over a value, since no freed gradient has made space for them."""
         change = [0] * (self.end + 1)
         writes = [self.sizes[n] if self.kinds[n] == "fused" else 0 for n in self.runs[1]]
 

@@ -1,8 +1,8 @@
-"""What the compiler does with an operator, and the price of running it: by schema, a table, and shapes.
+"""What the compiler does with an operator, and what running it costs: by schema, a table, and shapes.
 
-The table is `OPERATORS` of saving/operators.py, which says what the kinds mean. What is "fused" lies in
-memory only where a reader is no kernel that computes element by element. What nothing is known about never
-runs again.
+The table is `OPERATORS` of saving/operators.py, which says what the kinds mean. The result of a "fused"
+operator is in memory only if one of its readers is not an elementwise kernel. An unknown operator never runs
+again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from leannorm.functional.graphs import arguments
 from leannorm.saving.operators import OPERATORS
 from leannorm.saving.rates import Rates
 
-_IN_A_GRAPH = {"window": "pass", "empty": "fused"}  # kinds that a compiler does not tell apart
+_IN_A_GRAPH = {"window": "pass", "empty": "fused"}  # kinds that make no difference to a compiler
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """A size, or what the compiler expects of one that is open (`dynamic=True`)."""
+    """A size, or the compiler's hint for a dynamic one (`dynamic=True`)."""
     if isinstance(size, int):
         return size
     known = getattr(size.node, "hint", None)
@@ -82,7 +82,7 @@ def _kind_of(target: Any) -> str:
 
 
 def formula(node: fx.Node) -> str:
-    """The formula of its operations: "matrix", "convolution", "attention", or "" where it is no product."""
+    """The formula for its operations: "matrix", "convolution", "attention", or "" if it is not a product."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return ""
@@ -118,16 +118,16 @@ def operations(node: fx.Node) -> int:
     if how == "matrix":
         left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
         return 2 * prod(outputs[0]) * left[-1]
-    if "scaled_dot_product" in name:  # backward too
+    if "scaled_dot_product" in name:  # with the backward pass
         query, key = inputs[1:3] if "backward" in name else inputs[:2]
         return (10 if "backward" in name else 4) * prod(query) * key[-2]
     return 0
 
 
 def seconds(node: fx.Node, read: int, written: int, rates: Rates, channels_last: bool) -> float:
-    """The price of one kernel: so many bytes read and written, and the operations of a product.
+    """The cost of one kernel: bytes read and written, and the operations of a product.
 
-    `channels_last`: does the compiler lay out convolutions so? It does those of images.
+    `channels_last`: whether the compiler lays out convolutions so, as it does for images.
     """
     total = rates.call + (read + written) / rates.memory
     count = operations(node) if node.op == "call_function" else 0
@@ -139,13 +139,13 @@ def seconds(node: fx.Node, read: int, written: int, rates: Rates, channels_last:
 
 
 def _groups(node: fx.Node) -> int:
-    """Of a convolution; 0 of other products."""
+    """The operations of a convolution; 0 for other products."""
     return int(arguments(node)["groups"]) if "convolution" in str(packet(node)) else 0
 
 
 def working_bytes(node: fx.Node, channels_last: bool) -> int:
-    """Bytes that a kernel has for itself while it runs: on a CPU a convolution's gradients bring the weight,
-    and its gradient where that is laid out channels_last, into a layout of their own."""
+    """Bytes that a kernel allocates while it runs: on a CPU a convolution's backward brings the weight, and
+    its gradient if that is channels_last, into a layout of its own."""
     if str(packet(node)).rpartition(".")[2] != "convolution_backward":
         return 0
     weight = node.args[2]
@@ -158,5 +158,5 @@ def working_bytes(node: fx.Node, channels_last: bool) -> int:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Does it give one tensor?"""
+    """Whether it returns one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

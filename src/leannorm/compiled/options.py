@@ -40,10 +40,11 @@ class CompileOptions(dict[str, Any]):
 
 @cache
 def _partitioner() -> type[Any]:
-    """The class of our partition functions: torch's compiler is imported when options are made."""
+    """Make the class of our partition functions, since torch's compiler is imported only when options are
+    made."""
 
     class LeanPartitioner(internals.partitioner_class()):  # type: ignore[misc]
-        """Asked by inductor for each joint graph."""
+        """Called by inductor for each joint graph."""
 
         def __init__(self, goal: Goal, planned: list[Planned]) -> None:
             self.goal, self.planned = goal, planned
@@ -54,7 +55,7 @@ def _partitioner() -> type[Any]:
             return modules
 
         def uuid(self) -> object:
-            """All that decides a plan: a part of the keys of torch's caches."""
+            """Everything that decides a plan: a part of the keys of torch's caches."""
             return _identity(self.goal)
 
         def __eq__(self, other: object) -> bool:
@@ -64,10 +65,10 @@ def _partitioner() -> type[Any]:
             return hash(self.goal)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            return self  # torch copies its whole configuration; the report goes on in one list
+            return self  # torch copies its whole configuration; all copies add to one report
 
         def __reduce__(self) -> Any:
-            return _again, (self.goal, self.uuid())  # torch's caches take these bytes into their keys too
+            return _again, (self.goal, self.uuid())  # torch's caches include these bytes in their keys
 
     return LeanPartitioner
 
@@ -102,29 +103,29 @@ def compile_options(
     peak: float | int | str | None = None,
     mode: str | None = None,
 ) -> CompileOptions:
-    """`lean()` in compiled code: options with which `torch.compile` holds less for the backward pass.
+    """`lean()` for compiled code: options with which `torch.compile` keeps less for the backward pass.
 
-    Torch's compiler decides itself what it saves, so `lean()` has no say in compiled code. These options give
-    its partition of forward and backward pass a plan: from the graph of both, what reads what and when, and
-    the price of each kernel, by shapes, it is computed which values to keep and which to compute again. As it
-    is planned, never more is kept than by torch's own choice, and the peak is never higher.
+    Torch's compiler decides what compiled code saves, and `lean()` cannot change that. These options give its
+    partition of forward and backward pass a plan of which values to keep and which to recompute. The plan is
+    made from the graph of both passes and the cost of each kernel, by shapes. By the plan, never more is kept
+    than by torch's own choice, and the peak is never higher.
 
     Args:
-        recompute: "norm" computes again what takes hardly any time (at most 0.03 of the step's); "conv" also
+        recompute: "norm" recomputes what takes hardly any time (at most 0.03 of the step's); "conv" also
             products whose bytes are worth their time (at most 0.12).
-        budget: in place of `recompute`, a share of the bytes that torch's own choice holds, in (0, 1].
-        overhead: in place of it, the share of the step's time that computing again may cost, 0 or more.
-        peak: in place of it, the peak of a step: a share of what it was, in (0, 1], or bytes, as
-            `8 * 2**30` or "8GiB". The least time that fits; what is outside of the graph (weights, optimizer)
+        budget: instead of `recompute`, a share of the bytes that torch's own choice keeps, in (0, 1].
+        overhead: instead of it, the share of the step's time that recomputing may take, 0 or more.
+        peak: instead of it, the peak of a step: a share of what it was, in (0, 1], or bytes, as `8 * 2**30`
+            or "8GiB". The fastest plan that fits is used; memory outside of the graph (weights, optimizer)
             does not count.
-        mode: a mode of `torch.compile`, which takes a mode or options and not both.
+        mode: a mode of `torch.compile`, which takes either a mode or options.
 
-    The result is a dict, whose `report()` says what was planned for each graph: bytes kept and computed
-    again, the peak, and reasons. Random numbers, collectives, running statistics and unknown operators never
-    run twice, and what a checkpoint of your own says stays as it says. What is computed again reads what the
-    forward pass read, also where the graph edits a buffer. Rounding is the compiler's: gradients differ from
-    those of eager code as any compiled ones do. It is for the backend "inductor". If torch's compiler
-    does not have what is needed, the model is compiled as without, and `report().reasons` says so.
+    The result is a dict, whose `report()` shows the plan for each graph: bytes kept and recomputed, the peak,
+    and reasons. Random numbers, collectives, running statistics and unknown operators never run twice, and
+    your own checkpoints are not changed. A recomputed operation reads what it read in the forward pass, even
+    if the graph edits a buffer. Rounding is the compiler's: gradients differ from those of eager code as any
+    compiled ones do. The options are for the backend "inductor". If torch's compiler lacks what is needed,
+    the model is compiled as without them, and `report().reasons` says so.
 
     Raises: `InputError` for an unknown `recompute` or `mode`, for a share outside its range, or for two of
     `budget`, `overhead` and `peak`.

@@ -25,7 +25,7 @@ _NEVER_AGAIN = ("reduced", "pass", "product", "once")
 def partition(
     module: fx.GraphModule, inputs: Any, arguments: dict[str, Any], goal: Goal
 ) -> tuple[Modules, Planned]:
-    """Forward and backward graph, and what was planned. Torch's own partition is what a failure leaves."""
+    """Forward and backward graph, and what was planned. If planning fails, torch's own partition is used."""
     place = internals.place()
     try:
         internals.simplify(module)
@@ -74,18 +74,18 @@ def _mark(policies: dict[fx.Node, CheckpointPolicy]) -> None:
 
 
 def _device(graph: fx.Graph) -> torch.device:
-    """Where the graph computes: on an accelerator, if any tensor is there."""
+    """The device that the graph computes on: an accelerator, if any tensor is there."""
     devices = [t.device for node in graph.nodes for t in operators.tensors(node)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _saved(backward: fx.GraphModule) -> list[str]:
-    """Names of what a backward graph is given."""
+    """Names of the inputs of a backward graph."""
     return [n.name for n in backward.graph.find_nodes(op="placeholder")]
 
 
 def _policies(joint: Joint, chosen: Plan) -> dict[fx.Node, CheckpointPolicy]:
-    """Marks for torch's partition. A user's own stay."""
+    """Marks nodes for torch's partition. A user's own marks stay."""
     policies: dict[fx.Node, CheckpointPolicy] = {}
     for node, kind in joint.kinds.items():
         if kind in _NEVER_AGAIN and node.op == "call_function" and node in joint.forward:

@@ -1,4 +1,4 @@
-"""What `compile_options` did: for each compiled graph what is kept and made again, and why."""
+"""What `compile_options` did: for each compiled graph what is kept, what is recomputed, and why."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _COLUMNS = (
 
 
 class Planned(NamedTuple):
-    """One joint graph. `place`: torch's number of it, "frame/compilation", as in its logs. `plan`: None where
-    torch's own choice was left; `reason`: why there is none, or not the one that was made."""
+    """One joint graph. `place`: torch's number of it, "frame/compilation", as in its logs. `plan`: None if
+    torch's own choice was left; `reason`: why there is no plan, or not the one that was made."""
 
     place: str
     plan: Plan | None = None
     reason: str | None = None
 
     def numbers(self) -> dict[str, float | str | None]:
-        """What a report tells of it."""
+        """The line of a report about this graph."""
         numbers: dict[str, float | str | None] = {"graph": self.place, "reason": self.reason}
         if self.plan is not None:
             stock, point = self.plan.stock, self.plan.point
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CompileReport(Report):
-    """What `options.report()` returns: bytes, peaks and prices as they were planned, before anything ran.
+    """What `options.report()` returns: bytes, peaks and costs as they were planned, before anything ran.
 
     `graphs`: what was planned for each compiled graph. `reasons`: why nothing, or less than asked, was saved.
     """
@@ -82,12 +82,12 @@ class CompileReport(Report):
 
     @property
     def held(self) -> int:
-        """Bytes held for the backward passes of all graphs, as planned."""
+        """Bytes kept for the backward passes of all graphs, as planned."""
         return sum(graph.plan.point.held for graph in self.graphs if graph.plan)
 
     @property
     def stock_held(self) -> int:
-        """Bytes that torch's own choice holds."""
+        """Bytes that torch's own choice keeps."""
         return sum(graph.plan.stock.held for graph in self.graphs if graph.plan)
 
     def parts(self) -> Iterator[Part]:
@@ -98,7 +98,7 @@ class CompileReport(Report):
             yield Line(f"reason: {reason}")
 
     def summary(self) -> str:
-        """Held bytes, of torch's."""
+        """Kept bytes, as a fraction of torch's."""
         held = f"{bytes_in_words(self.held)} of torch's {bytes_in_words(self.stock_held)} held"
         return f"{counted(len(self.graphs), 'graph')}, {held}, {counted(len(self.reasons), 'reason')}"
 

@@ -18,7 +18,7 @@ from leannorm.ops.modes import recording, traced
 def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) -> Tensor:
     """The count followed by the float64 sums, each summed over the ranks of the process group named `group`.
 
-    The count is a tensor where the host may not know it.
+    The count is a tensor if the host may not know it.
 
     The result is a view of the whole message: clone it before keeping it.
     """
@@ -61,9 +61,9 @@ def _keep_call(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """The gradient of all ranks' losses: it adds up over the ranks as well."""
+    """The gradient of all ranks' losses: it is summed over the ranks as well."""
     total = torch.ops.leannorm.add_up_over_ranks([gradient[1:].contiguous()], 0, ctx.group, *ctx.call)
-    others = len(ctx.needs_input_grad) - 1  # torch leaves out an argument that is its default
+    others = len(ctx.needs_input_grad) - 1  # torch leaves out an argument that has its default value
     return list(total[1:].split(ctx.sizes)), *[None] * others
 
 
@@ -71,9 +71,9 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 _add_up_over_ranks.register_autograd(_backward, setup_context=_keep_call)
 
 
-# Where no data dependence orders two layers' sums (an empty batch), the compiler may reorder them, and
-# differently on each rank: an ordered effect prevents that. torch 2.10 fails on an ordered operator that it
-# tries to repeat; there the header shows the difference.
+# If no data dependence orders two layers' sums (an empty batch), the compiler may reorder them, differently
+# on each rank. An ordered effect prevents that. torch 2.10 fails when it tries to repeat an ordered operator;
+# there the header shows the difference.
 if RELEASE > (2, 10):
     from torch._library.effects import EffectType
 
@@ -83,8 +83,8 @@ if RELEASE > (2, 10):
 def checkpoint_contexts() -> tuple[Any, Any]:
     """For `torch.utils.checkpoint` within `torch.compile`: recompute everything but the sums over the ranks.
 
-    The compiler decides by itself what a backward pass recomputes, and cannot repeat a collective. Given as
-    `context_fn`, this has it keep the layers' sums, 32 bytes a channel, as eager checkpointing does.
+    The compiler decides what a backward pass recomputes, and cannot repeat a collective. Passed as
+    `context_fn`, this makes it keep the layers' sums, 32 bytes per channel, as eager checkpointing does.
 
     Raises: nothing.
 

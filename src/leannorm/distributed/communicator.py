@@ -34,11 +34,11 @@ def seconds_allowed(group: dist.ProcessGroup) -> float:
 def beside(parent: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
     """A group of these global ranks, with the parent's backend and timeout; no other rank takes part.
 
-    Not by `new_group`. Called by members alone, it names the group by how many groups a rank is in, which
-    may be another number on each of them: then they wait for one another under two names. And where the
+    Not made by `new_group`, for two reasons. If only members call it, it names the group by how many groups a
+    rank is in, which may differ between them: then they wait for one another under two names. And if the
     default group is bound to a device (`init_process_group(device_id=...)`), it splits the default NCCL
-    communicator, which waits for all ranks of that, also for those that do not know of this group. So the
-    group has its own name, and is made while none is bound; it connects at its first sum.
+    communicator, which waits for all ranks of that, even those that do not know of this group. So the group
+    has its own name, and is made while none is bound; it connects at its first sum.
     """
     c10d = dist.distributed_c10d
     world = c10d._get_default_group()
@@ -63,12 +63,13 @@ def beside(parent: dist.ProcessGroup, ranks: list[int], name: str) -> dist.Proce
 
 
 def on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Does the host do this device's collectives? Else the device does, and the host goes on meanwhile."""
+    """Whether the host runs this device's collectives; otherwise the device does while the host goes on."""
     return device.type == "cpu" or group._get_backend(device).name() == "gloo"
 
 
 def gathers(group: dist.ProcessGroup, ranks: int, size: int) -> bool:
-    """Are sums of so many float64 values on the host `Gathered`? The answer is the same on all ranks."""
+    """Whether sums of this many float64 values on the host are `Gathered`. The answer is the same on all
+    ranks."""
     cpu = torch.device("cpu")
     if ranks == 1 or ranks * size > _GATHERED or cpu not in group._device_types:
         return False
@@ -80,7 +81,8 @@ class Gathered:
     """A sum over gloo's ranks by gathering their messages, which each rank adds up, in the order of ranks.
 
     gloo sums around a ring, in 2 (p - 1) steps of p ranks, each of which waits for another process. A gather
-    has p - 1 steps. It moves p / 2 times as much, which for small messages costs less.
+    has p - 1 steps. It moves p / 2 times as many bytes, which costs less than the waiting if messages are
+    small.
     """
 
     def __init__(self, total: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
@@ -92,7 +94,7 @@ class Gathered:
         return done
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises `RuntimeError` where the gather failed, or has not ended yet."""
+        """Raises `RuntimeError` if the gather failed or has not ended yet."""
         self._work.wait(timeout)
         first, second, *others = self._every
         torch.add(first, second, out=self._total)
@@ -101,10 +103,11 @@ class Gathered:
 
 
 def wait_once(work: Any, seconds: float, waits_on_host: bool) -> bool:
-    """Wait for a collective for at most `seconds`; is it complete? Raises `RuntimeError` where it failed.
+    """Wait for a collective for at most `seconds`; returns whether it is complete. Raises `RuntimeError` if
+    it failed.
 
-    With NCCL, a `wait` that times out destroys the communicator. There the work is polled, and `wait` is
-    called only when it is complete: that orders the streams.
+    With NCCL, a `wait` that times out destroys the communicator. So the work is polled there, and `wait`,
+    which orders the streams, is called only when it is complete.
     """
     if waits_on_host:
         try:
@@ -124,7 +127,7 @@ def wait_once(work: Any, seconds: float, waits_on_host: bool) -> bool:
 
 
 def give_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Abort the sums that the device waits for: left alone, torch's watchdog would end the process."""
+    """Abort the sums that the device waits for: otherwise torch's watchdog would end the process."""
     if not on_host(group, device):
         with suppress(RuntimeError):
             group._get_backend(device).abort()

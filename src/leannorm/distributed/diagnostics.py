@@ -1,6 +1,6 @@
 """Finds out, through the group's store, which ranks are missing or differ when a collective fails.
 
-A training step without errors runs nothing of this.
+A training step without errors runs none of this.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _CAUSES = (
 
 
 def store_of(parent: dist.ProcessGroup, generation: int) -> dist.distributed_c10d.Store:
-    """The group's store under a prefix; with `generation` a new group does not read an old one's keys."""
+    """The group's store under a prefix; `generation` keeps a new group from reading an old one's keys."""
     return dist.distributed_c10d.PrefixStore(
         f"leannorm/{generation}", dist.distributed_c10d._get_process_group_store(parent)
     )
 
 
 def poll_seconds(timeout: float) -> float:
-    """Seconds between a waiting rank's posts, and for which it looks for missing ranks at the end."""
+    """Seconds between a waiting rank's posts, which is also how long it looks for missing ranks at the
+    end."""
     return min(1.0, timeout / 6)
 
 
@@ -55,12 +56,12 @@ def gather(group: StatisticsGroup, call: Call, timeout: float) -> None:
 
 
 def post(group: StatisticsGroup, call: Call) -> None:
-    """Write to the store in which call this rank is waiting."""
+    """Write to the store which call this rank is waiting in."""
     group.store.set(f"at/{group.rank}", json.dumps([group.number, str(call)]))
 
 
 def post_and_check(group: StatisticsGroup, call: Call) -> bool:
-    """As `post`; has another rank already found out what is wrong?"""
+    """As `post`; returns whether another rank has already found out what is wrong."""
     try:
         post(group, call)
         return bool(group.store.check(["found"]))
@@ -98,14 +99,15 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
 
 
 def _publish(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
-    """Write the text to the store, unless a rank has written one already; the text that is there."""
+    """Write the text to the store, unless a rank has written one already; returns the text that is there."""
     text = group.store.compare_set("found", "", text).decode()
     _wait_for_readers(group, "told", here, seconds)
     return text
 
 
 def _wait_for_readers(group: StatisticsGroup, key: str, ranks: int, seconds: float) -> None:
-    """Wait until so many ranks have read the store: this rank may be serving it, and is about to leave."""
+    """Wait until this many ranks have read the store, which this rank may be hosting and is about to
+    leave."""
     deadline = time.monotonic() + seconds
     with suppress(RuntimeError):  # the store is gone: they have read it
         read = group.store.add(key, 1)
@@ -117,10 +119,10 @@ def _wait_for_readers(group: StatisticsGroup, key: str, ranks: int, seconds: flo
 def what_differs(
     group: StatisticsGroup, call: Call, number: int, timeout: float, answer: Callable[[], None] = lambda: None
 ) -> str:
-    """The error text for ranks in different calls: which rank is in which.
+    """The error text for ranks in different calls: which rank is in which call.
 
-    It is the same on every rank that reads it in time. A rank that has not posted its call may be waiting,
-    on its device, for sums of those that have: `answer` is called now and then, and joins one.
+    It is the same on every rank that reads it in time. A rank that has not posted its call may be waiting, on
+    its device, for sums of those that have. So `answer` is called from time to time, and joins one.
     """
     seconds = min(timeout, _PATIENCE)
     try:
@@ -172,7 +174,7 @@ def _compare(
 
 def note_evaluation(store: dist.distributed_c10d.Store, rank: int, number: int, layer: str) -> None:
     """Write to the store that this rank evaluates a layer, after `number` sums."""
-    with suppress(RuntimeError):  # evaluation does not need the store
+    with suppress(RuntimeError):  # evaluation does not depend on the store
         store.set(f"evaluates/{rank}", json.dumps([number, layer]))
 
 

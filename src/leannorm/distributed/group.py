@@ -1,9 +1,9 @@
-"""A communicator for the ranks that share statistics, beside their process group.
+"""A communicator for the ranks that share statistics, in addition to their process group.
 
-In the process group itself, a rank that skips a layer would join the others' collective with its next one:
-with gloo a sum of 133 values matched with one of 261 aborts the process, with NCCL it hangs. Here all
+In the process group itself, a rank that skips a layer would join the others' collective with its own next
+one: with gloo a sum of 133 values against one of 261 aborts the process, with NCCL it hangs. Here all
 messages have one agreed size, so that ranks in different calls still complete the collective, and read in its
-header that they differ. A layer that needs longer messages first asks for them, in a message of the present
+header that they differ. A layer that needs longer messages first requests them, in a message of the present
 size. A rank without batches joins any collective with zeros.
 """
 
@@ -43,7 +43,7 @@ _evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at this rank
 
 
 def statistics_group(name: str, call: Call, device: torch.device | None = None) -> StatisticsGroup:
-    """The communicator for statistics beside the process group `name`, made on the first call.
+    """The communicator for statistics of the process group `name`, made on the first call.
 
     Raises `InputError`, before ranks connect, where the group's backend cannot sum on `device`.
     """
@@ -63,7 +63,7 @@ def statistics_group(name: str, call: Call, device: torch.device | None = None) 
 
 
 def _devices_of(parent: dist.ProcessGroup) -> set[str]:
-    """The kinds of devices that its backends serve."""
+    """The device types that its backends support."""
     return {device.type for device in parent._device_types}
 
 
@@ -96,16 +96,16 @@ class StatisticsGroup:
         self.broken: str | None = None
         self.unfinished: list[Any] = []  # work that may still write to its buffer
         self.unread: list[tuple[int, Call, Arriving]] = []  # headers on their way from the device
-        self._asked = 0, False  # are messages of this size gathered?
+        self._asked = 0, False  # whether messages of this size are gathered
         self._first: int | None = None
-        # on the host: on a device it might lie in a captured graph's memory, overwritten by replays
+        # on the host: on a device it might be in a captured graph's memory, which replays overwrite
         self._tokens: dict[Call, tuple[Call, tuple[int, int]]] = {}
         diagnostics.gather(self, call, self._seconds(call))
         ranks, name = dist.get_process_group_ranks(parent), f"{generation}/{parent.group_name}"
         self.communicator = beside(parent, ranks, name)
 
     def all_reduce(self, sums: Sequence[Tensor], count: int | Tensor, call: Call) -> Tensor:
-        """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
+        """The count followed by the sums, each summed over the ranks; raises if ranks' calls differ."""
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
         device = sums[0].device
@@ -122,7 +122,7 @@ class StatisticsGroup:
         return self._exchange(sums, count, call, device).narrow(0, HEADER - 1, room - HEADER + 1)
 
     def shadow(self, device: torch.device) -> None:
-        """Join every sum with zeros until all ranks do so: for a rank without batches."""
+        """Join every sum with zeros until all ranks do so, on a rank without batches."""
         call = Call("none", "out of batches", 0, 0.0, True)
         while True:
             total = torch.zeros(self.size, dtype=torch.float64, device=device)
@@ -145,7 +145,7 @@ class StatisticsGroup:
             dist.broadcast(buffer, source, group=self.communicator)
 
     def device(self) -> torch.device:
-        """A device that this group's backend serves, where there is no input whose device to take."""
+        """A device that this group's backend supports, for a call without an input."""
         here = torch.device("cpu")
         if here in self.parent._device_types or (there := torch.accelerator.current_accelerator()) is None:
             return here
@@ -160,7 +160,7 @@ class StatisticsGroup:
         backend = first_of_all(*sums) if sums else REFERENCE
         total = backend.message_of(sums, token, size, count, self.size, device)
         self._sum(total, call, wait=size > 0)
-        if capturing(total):  # the host sees no header of a replayed step
+        if capturing(total):  # the host does not see the header of a replayed step
             return total
         if self._in_order(device):
             self._inspect(total[:HEADER].tolist(), call, self.number, device)
@@ -170,7 +170,7 @@ class StatisticsGroup:
         return total
 
     def _check_capture(self, call: Call, room: int) -> None:
-        """Raise where this call would wait for the device or connect ranks during a CUDA graph's capture."""
+        """Raise if this call would wait for the device or connect ranks during a CUDA graph's capture."""
         call = self._identified(call)
         if call.debug:
             raise InputError(
@@ -185,7 +185,7 @@ class StatisticsGroup:
             )
 
     def _in_order(self, device: torch.device) -> bool:
-        """Does the host read each header before it goes on? A device's headers are read later."""
+        """Whether the host reads each header before it goes on; a device's headers are read later."""
         return device.type == "cpu"
 
     def _send(self, total: Tensor) -> Arriving:
@@ -202,7 +202,7 @@ class StatisticsGroup:
         return self._asked[1]
 
     def _sum(self, total: Tensor, call: Call, wait: bool = False) -> None:
-        """Sum over the ranks, in place; with `wait` the host waits for a device's sum, too."""
+        """Sum over the ranks, in place; with `wait` the host also waits for a device's sum."""
         self.number += 1
         try:
             work = self._start(total)
@@ -219,13 +219,13 @@ class StatisticsGroup:
         step = diagnostics.poll_seconds(timeout)
         deadline = time.monotonic() + timeout
         while not self._wait_once(work, call, step, device):
-            # every waiting rank has posted by now, but for one that came in the last moment
+            # every waiting rank has posted by now, except one that arrived in the last moment
             if diagnostics.post_and_check(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
                 raise self._break(call, f"waited {timeout:g} s", step / 2, device)
 
     def _wait_once(self, work: Any, call: Call, seconds: float, device: torch.device) -> bool:
-        """Wait for at most `seconds`; is the sum complete?"""
+        """Wait for at most `seconds`; returns whether the sum is complete."""
         try:
             return wait_once(work, seconds, on_host(self.communicator, device))
         except RuntimeError as error:  # only the first sentence says what happened
@@ -235,13 +235,13 @@ class StatisticsGroup:
         return min(call.timeout or self.timeout, self.timeout)
 
     def _break(self, call: Call, why: str, ask: float, device: torch.device) -> SyncError:
-        """Refuse all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
+        """Reject all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
         self.broken = diagnostics.who_is_missing(self, call, why, ask)
         give_up(self.communicator, device)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
-        """Check the headers that have arrived from the device; with `wait` all of them."""
+        """Check the headers that have arrived from the device, or all of them with `wait`."""
         while self.unread and (wait or self.unread[0][2].is_there()):
             number, call, header = self.unread.pop(0)
             self._inspect(header.values(), call, number, header.device)
@@ -262,11 +262,12 @@ class StatisticsGroup:
         answers: list[Any] = []
 
         def answer() -> None:
-            """Join a sum that another rank's device waits for, with a header unequal to every other."""
+            """Join a sum that another rank's device waits for, with a header that differs from every
+            other."""
             if answers and not answers[-1].is_completed():
                 return
             refusal = torch.zeros(self.size, dtype=torch.float64, device=device)
-            refusal[0] = refusal[2] = 1  # t is 0 and its square 1
+            refusal[0] = refusal[2] = 1  # t is 0 and its square 1, which no call has
             with suppress(RuntimeError):  # a dead rank waits for nothing
                 answers.append(self._start(refusal))
 
@@ -276,7 +277,8 @@ class StatisticsGroup:
         return SyncError(self.broken)
 
     def _identified(self, call: Call) -> Call:
-        """The call; a layer without a path is numbered by construction, from the first one used."""
+        """The call with a name; a layer without a path is numbered by construction, from the first one
+        used."""
         if not call.layer.startswith("#"):
             return call
         number = int(call.layer[1:])

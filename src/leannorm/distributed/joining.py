@@ -19,12 +19,12 @@ from leannorm.distributed.membership import SharesStatistics, sharing_group
 def join(model: nn.Module) -> Iterator[None]:
     """Around a training loop whose number of batches differs between ranks.
 
-    A rank that leaves the loop goes on adding zeros to the other ranks' sums until all have left it, so
-    nobody waits for it and the statistics are those of the samples that are there. Then the buffers of the
+    A rank that leaves the loop continues to add zeros to the other ranks' sums until all have left it, so no
+    rank waits for it and the statistics are those of the existing samples. Then the buffers of the
     synchronized layers are set, on every rank, to those of the rank that trained longest. If `model` is a
     DistributedDataParallel, its own `join` is entered too, for the gradients. Every rank enters the context.
 
-    Raises: `SyncError` where ranks disagree meanwhile.
+    Raises: `SyncError` if ranks disagree in the meantime.
     Source: the design of torch.distributed.algorithms.Join.
 
     >>> import torch
@@ -35,7 +35,7 @@ def join(model: nn.Module) -> Iterator[None]:
     ...         _ = layer(batch)
     """
     buffers: dict[str, list[Tensor]] = {}
-    devices: dict[str, torch.device] = {}  # where the layers' sums are
+    devices: dict[str, torch.device] = {}  # the device of the layers' sums
     for layer in model.modules():
         if isinstance(layer, SharesStatistics) and (name := sharing_group(layer.process_group)) is not None:
             buffers.setdefault(name, []).extend(layer.buffers())
@@ -55,7 +55,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     with gradients:
         yield
-        # in threads, as DDP's join runs meanwhile: other ranks reach its all_reduces only past these sums
+        # in threads, because DDP's join runs meanwhile: other ranks reach its all_reduces only past these
+        # sums
         threads = [threading.Thread(target=add_zeros, args=(group,)) for group in groups]
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""Which ranks share statistics: the group asked for, or none."""
+"""Which ranks share statistics: those of the requested group, or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_sync() -> Iterator[None]:
     """Within the context, synchronized layers use this rank's own statistics and do not communicate.
 
     Every rank enters it for the same calls. A layer's backward pass communicates if its forward pass did.
-    Process-wide, as torch's own flags are.
+    The setting is process-wide, as torch's own flags are.
 
     Raises: nothing.
 
@@ -47,7 +47,7 @@ def no_sync() -> Iterator[None]:
 
 
 def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
-    """The name of the group whose ranks share statistics; None where this rank is on its own.
+    """The name of the group whose ranks share statistics; None if this rank is on its own.
 
     `process_group` is a group of torch.distributed, a `DeviceMesh` (`mesh["dp"]`: the ranks along that
     dimension), "node" (the ranks on this rank's host) or None (all).
@@ -73,7 +73,8 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
 
 
 def connected_group(process_group: dist.ProcessGroup | str | None) -> str | None:
-    """`sharing_group` for a call that must not connect ranks: None where that would be needed, or raises."""
+    """`sharing_group` for a call that must not connect ranks: returns None, or raises, if it would have
+    to."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if process_group == "node" and _world() not in _nodes:
@@ -89,7 +90,8 @@ def connected_group(process_group: dist.ProcessGroup | str | None) -> str | None
 
 
 def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
-    """A `process_group` for a file: "all", "node", or the ranks, as "0,2". Errors as `sharing_group`."""
+    """A `process_group` as text for a file: "all", "node", or the ranks, as "0,2". Errors as
+    `sharing_group`."""
     if process_group == "node":
         return "node"  # resolved where the program runs
     sharing_group(process_group)
@@ -100,7 +102,7 @@ def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
 
 
 def group_of_words(words: str) -> dist.ProcessGroup | str | None:
-    """The inverse of `group_in_words`, in this process; ranks stand for the first group of just these."""
+    """The inverse of `group_in_words`, in this process; ranks mean the first group of exactly these."""
     if words in ("all", "node"):
         return None if words == "all" else words
     ranks = [int(rank) for rank in words.split(",")]
@@ -123,7 +125,7 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
     mesh: Any = process_group
     if hasattr(mesh, "get_coordinate") and mesh.get_coordinate() is not None:
         return group_named(mesh_group(mesh, range(mesh.ndim)))
-    # a non-member gets a sentinel in place of its group, or an object that does not know its rank
+    # a non-member gets a sentinel instead of its group, or an object that does not know its rank
     if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise InputError(
             f"process_group must contain this rank, but rank {dist.get_rank()} is not in it; "
@@ -173,5 +175,5 @@ def _ranks_along(mesh: Any, dims: Sequence[int]) -> tuple[dist.ProcessGroup, tup
 
 mesh_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-# what torch.compiler.assume_constant_result does, without its import of the whole compiler
+# what torch.compiler.assume_constant_result does, without importing the whole compiler
 _node_group._dynamo_marked_constant = True  # type: ignore[attr-defined]

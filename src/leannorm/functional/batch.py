@@ -64,21 +64,21 @@ def batch_norm(
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    In training E and the biased Var are the batch's, and `running_mean` and `running_var` (unbiased) move
-    towards them by `momentum`; in evaluation they are the running ones.
+    In training E and the biased Var are the batch's, and update `running_mean` and `running_var` (unbiased)
+    by `momentum`; in evaluation they are the running ones.
 
     `mask` (True: data) or `lengths` (along the last axis) leave out padding: it is never read, E and Var are
-    of the other positions, and the output and the input's gradient are 0 there. With `fill="normalize"` the
-    output at padding is normalized too, by the same statistics.
+    over the other positions, and the output and the input's gradient are 0 at padding. With
+    `fill="normalize"` the output at padding is normalized too, by the same statistics.
 
     Shapes: input (N, C, *); weight, bias and running statistics (C,); mask (N, *) or what broadcasts to it,
-    lengths (N,); output as input, in its memory layout.
+    lengths (N,); output as input, in the same memory layout.
     Dtypes: float32, float64, bfloat16 or float16 input, any floating vectors; the output has the input's
     dtype. Elements are computed in float32 (float64 for float64), statistics in float64.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel; in evaluation the input only for
-    the weight's gradient.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel; in evaluation the input only
+    for the weight's gradient.
     Raises: `DtypeError` for a tensor that is not floating, `InputError` (a ValueError and a RuntimeError) for
-    any other argument that breaks a rule; nothing is changed then.
+    any other argument that breaks a rule, before anything is changed.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
 
     >>> import torch
@@ -126,9 +126,9 @@ def batch_norm_act(
 
     Shapes: as `batch_norm`; residual as input.
     Dtypes: as `batch_norm`; the residual may have another floating dtype.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel. With a residual and an activation
-    as many bytes again: of the output, which the next layer keeps too, or, where the derivative is not
-    computed from it, of the residual.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel. With a residual and an
+    activation also the output, which the next layer keeps too, or, if the derivative is not computed from it,
+    the residual.
     Raises, Source: as `batch_norm`.
 
     >>> import torch
@@ -152,7 +152,8 @@ def batch_norm_act(
 
 
 class _Call(NamedTuple):
-    """A call of batch norm, but for its tensors; `by_batch`: by the statistics of the batch?"""
+    """The arguments of batch norm that are not tensors; `by_batch`: whether it uses the batch's
+    statistics."""
 
     by_batch: bool
     eps: float
@@ -165,7 +166,7 @@ class _Call(NamedTuple):
 def _by_number(
     input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float, masking: Masking
 ) -> Tensor:
-    """For functions that have no counter of batches, so that `momentum` must be a number."""
+    """For functions that do not count batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
     if epilogue.residual is None and input.dim() > 1 and unmasked(*masking):
         y = fast.batch_norm(input, *epilogue[:2], eps, epilogue.act, running, training)
@@ -217,13 +218,13 @@ def tracked_batch_norm(
 ) -> Tensor:
     """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
-    `dims` are the numbers of axes that the layer accepts. `num_batches_tracked` is given only where the
-    running statistics are to be updated. It counts this batch; `momentum=None` weighs the batch by 1 / that
-    count, on the device. Without running statistics the batch's own are used, in evaluation too. A recompute
-    of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
-    the statistics are those of all ranks that share, where there are several. A `pool` takes the batch's
-    statistics in the place of the running ones. With `group_size` so many samples are normalized together;
-    the running statistics are those of all.
+    `dims` are the numbers of axes that the layer accepts. `num_batches_tracked` is given only if the running
+    statistics are to be updated. It includes this batch; `momentum=None` weights the batch by 1 / that count,
+    on the device. Without running statistics the batch's own are used, in evaluation too. A recompute of this
+    forward pass by a backward pass (checkpointing) does not update them again. With `sharing` the statistics
+    are those of all ranks that share, if there are several. A `pool` collects the batch's statistics instead
+    of the running ones. With `group_size` that many samples are normalized together; the running statistics
+    are those of all.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors) or elsewhere(input):
@@ -267,7 +268,7 @@ def _checked(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -
 
 
 def _of_shards(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
-    """By the statistics of the whole batch, of which each rank has a part."""
+    """Normalize by the statistics of the whole batch, of which each rank has a part."""
     by_batch, eps, masking, sharing, pool, size = call
     if by_batch and size is None:
         _checks.more_than_one_value(input, values_per_channel(input.shape))
@@ -298,7 +299,7 @@ def _of_shards(input: Tensor, running: Running, epilogue: Epilogue, call: _Call)
 
 
 def _local(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
-    """Of one rank's tensors."""
+    """The call on one rank's tensors."""
     valid = valid_positions(input, *call.masking)
     if call.by_batch:
         return _by_batch(input, running, epilogue, call, valid)

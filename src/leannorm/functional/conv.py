@@ -78,13 +78,13 @@ def conv_batch_norm(
 
     Var is biased for "inside"; for "outside" it is unbiased in training. The backward pass runs the
     convolution a second time. Gradients equal those of the convolution and `batch_norm` run one after the
-    other, bit for bit. `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1
-    / that count. `pool` is for `leannorm.accumulate_stats`.
+    other, bit for bit. `num_batches_tracked`, if given, counts this batch; `momentum=None` weights it by 1 /
+    that count. `pool` is for `leannorm.accumulate_stats`.
 
     Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,); output (N, D,
     *).
     Dtypes: as `batch_norm`; conv_weight has the input's dtype, and autocast casts both.
-    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per output channel.
     Raises: as `batch_norm`.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 
@@ -145,7 +145,7 @@ def conv_batch_norm(
 
 
 class _Run(NamedTuple):
-    """One rank's call. `values`: values of a channel; `autocast`: the device whose autocast is on."""
+    """One rank's call. `values`: values per channel; `autocast`: the device whose autocast is on."""
 
     convolution: Convolution
     training: bool
@@ -155,7 +155,7 @@ class _Run(NamedTuple):
     pool: Pool | None
     autocast: str | None
 
-    def output(  # by name: torch 2.10's compiler calls no NamedTuple
+    def output(  # by name: torch 2.10's compiler cannot call a NamedTuple
         self, operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None
     ) -> Tensor:
         mean = rstd = None
@@ -181,7 +181,7 @@ def _of_shards(
     groups: int,
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Of parts of the batch, or with parts of the weight by output channels."""
+    """The call on parts of the batch, or with parts of the weight by output channels."""
     input, conv_weight, conv_bias = operands
     of_one_mesh(*operands, *affine, *running[:3])
     of_input, positions = Cut.of(input), range(1, input.dim())
@@ -263,7 +263,7 @@ def _convolution(
     else:
         before = after = list(each("padding", padding, 0))
     pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
-    by_itself = before == after and padding_mode == "zeros"  # else F.pad comes before it
+    by_itself = before == after and padding_mode == "zeros"  # otherwise F.pad comes before it
     own, added = (tuple(before), none * 2) if by_itself else (none, tuple(pad))
     return Convolution(stride, own, dilation, groups, added, PADDING_MODES[padding_mode])
 

@@ -1,6 +1,6 @@
 """Torch's batch norm with momentum=None as one operator, for the graphs of `program`.
 
-It stands here, and not there, so that a program's exported file runs after a bare `import leannorm`.
+It is here, not in `program`, so that an exported program runs after a bare `import leannorm`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Declares our functions as operators of torch, with what a reader of an exported graph must know.
+"""Declares our functions as operators of torch, with what readers of an exported graph must know.
 
-One declaration has all of it: the schema (which marks the statistics as written), the function, the fake,
+One declaration has everything: the schema (which marks the statistics as written), the function, the fake,
 which calls write the statistics, and how `fold` reads the operator as a scale and a shift.
 """
 
@@ -35,8 +35,8 @@ Folds = AffineNames | Callable[[Arguments], str] | None
 class Norm(NamedTuple):
     """An operator that normalizes by a batch's own statistics or by given ones.
 
-    `by_batch(arguments)`: does this call use the batch's own, and so write the buffers `statistics`?
-    `folds`: the arguments that `fold` reads, or why it cannot fold a call; None for nothing to fold.
+    `by_batch(arguments)`: whether this call uses the batch's own, and so writes the buffers `statistics`.
+    `folds`: the arguments that `fold` reads, or why it cannot fold a call; None if there is nothing to fold.
     """
 
     statistics: tuple[str, ...]
@@ -56,7 +56,8 @@ NORMS = {
 
 
 def in_training(arguments: Arguments) -> bool:
-    """Does this call of a batch norm use the batch's own statistics? (A compiler traces no itemgetter.)"""
+    """Whether this call of a batch norm uses the batch's own statistics. (The compiler cannot trace
+    itemgetter.)"""
     return bool(arguments["training"])
 
 
@@ -94,7 +95,8 @@ def declare(
     defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        """Torch's own functions, where `run_decompositions` asks; a batch's own statistics stay ours."""
+        """Torch's own functions, for `run_decompositions`; calls that use a batch's own statistics stay
+        ours."""
         arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         if by_batch is not None and by_batch(arguments):
             return NotImplemented

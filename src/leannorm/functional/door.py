@@ -1,11 +1,11 @@
-"""The door of our functions: what a call is that is not for our kernels.
+"""Which calls of our functions are not for our kernels, and who answers them.
 
 A call may belong to a mode, a tensor subclass or a `torch.fx` proxy (`__torch_function__`), to the packed
-values of a jagged tensor, or to a graph that is exported, in which it is one operator. `public` says once
-what each of these is told of a function, and declares the operator from the function's signature.
+values of a jagged tensor, or to an exported graph, in which it is one operator. `public` states once per
+function what each of these gets, and declares the operator from the function's signature.
 
 Tensor subclasses (ExpandedWeight of per-sample gradients, MaskedTensor) know torch's functions and not ours:
-where ours replaces one of torch's, the subclass is handed torch's.
+if ours replaces one of torch's, the subclass gets torch's.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 Packed = Callable[[Callable[..., Any], Arguments], Any]
 
-# what an operator's schema calls these arguments, and what it says of those that a call in training writes
+# the names of these arguments in an operator's schema, with marks for those that a call in training writes
 _IN_SCHEMA = {"input": "x", "dims": "ranks"}
 _WRITTEN = {"running_mean": "a", "running_var": "b", "num_batches_tracked": "c"}
 _TYPES = {"Tensor | None": "Tensor?", "Sequence[int]": "int[]", "Lengths | None": "Tensor?"}
-# arguments that operators got after programs had been written to files: these lack them
+# arguments that operators got after programs had been written to files, which lack them
 _LATER = ("weight_offset", "cast", "mask", "lengths")
-# arguments that operators do not have, but for the mask of a row norm
+# arguments that operators do not have, except for the mask of a row norm
 _OURS_ALONE = ("pool", "group_size", "sharing", "fill")
 
 
 class Door(NamedTuple):
-    """What is told of a function: its arguments by position and by name, with defaults, and see `public`."""
+    """A function's arguments by position and by name, with defaults, and the rest of `public`."""
 
     positional: tuple[str, ...]
     named: dict[str, Any]
@@ -61,13 +61,13 @@ def public(
     dtype: Callable[[Arguments], torch.dtype] | None = None,
     folds: Folds = None,
 ) -> Callable[[Function], Function]:
-    """A function of ours, which is left as it is: what others are told of it.
+    """Register one of our functions, which is returned unchanged.
 
-    `stands_in_for` is handed to tensor subclasses; it takes all arguments but the keyword-only ones. Of a
+    `stands_in_for` is what tensor subclasses get; it takes all arguments but the keyword-only ones. For a
     jagged tensor the result is `packed(function, arguments)`. `by_batch` says whether a call uses a batch's
     own statistics and moves the running ones; `folds` is that of `declare`. In an exported graph a call is
     `operator(arguments)`, or one operator of the function's name: it takes the function's arguments in their
-    order, and gives tensors like the input, the first one of the `dtype`.
+    order, and returns tensors like the input, the first one of the `dtype`.
     """
 
     def register(function: Function) -> Function:
@@ -124,7 +124,7 @@ def declares(
 
 
 def call_operator(name: str, arguments: Arguments, **more: Any) -> Any:
-    """A function's call as that of an operator, whose arguments are among these or are `more`."""
+    """A function's call as an operator's call, whose arguments are among the function's or are `more`."""
     operator, names = getattr(torch.ops.leannorm, name).default, ARGUMENTS[name]
     refuse_to_export({name: value for name, value in arguments.items() if name not in names})
     values = {_IN_SCHEMA.get(name, name): value for name, value in arguments.items()} | more
@@ -132,12 +132,12 @@ def call_operator(name: str, arguments: Arguments, **more: Any) -> Any:
 
 
 def elsewhere(input: Tensor) -> bool:
-    """Is a call in training on this tensor one for `hand_over`, whatever its other arguments are?"""
+    """Whether a training call on this tensor goes to `hand_over`, whatever its other arguments are."""
     return type(input) is NestedTensor or frozen() or exporting()
 
 
 def has_subclass(*values: object) -> bool:
-    """Is one a tensor whose class has a `__torch_function__` of its own?"""
+    """Whether one is a tensor whose class has a `__torch_function__` of its own."""
     return any(
         isinstance(value, Tensor)
         and type(value).__torch_function__ is not torch._C._disabled_torch_function_impl
@@ -147,8 +147,9 @@ def has_subclass(*values: object) -> bool:
 
 
 def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Result:
-    """The result of a call that others answer, or None: answer it. `values` are all of its arguments, in the
-    order of its signature (`locals()` would be shorter, and torch's older compilers do not read it).
+    """The result of a call that is not for our kernels, or None if it is. `values` are all of its arguments,
+    in the order of its signature (`locals()` would be shorter, but older compilers of torch do not support
+    it).
 
     `__torch_function__` of a tensor subclass gets torch's function, unless a keyword-only argument, which
     torch's lacks, is set. All others get `function`, with its arguments in the order of its signature.
@@ -158,7 +159,7 @@ def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Resul
     args, kwargs = values[: len(door.positional)], {name: by_name[name] for name in door.named}
     by_batch = door.by_batch is not None and door.by_batch(by_name)
     to_onnx = by_batch and exporting() and torch.onnx.is_in_onnx_export()
-    if to_onnx:  # it has neither operators of ours nor statistics that move: the batch's own are all
+    if to_onnx:  # it has neither operators of ours nor running statistics: the batch's own are all there is
         refuse_to_export(by_name)
     if by_batch and (frozen() or to_onnx) and any(by_name.get(name) is not None for name in _WRITTEN):
         return function(**by_name | {name: None for name in _WRITTEN if name in by_name})
@@ -182,12 +183,12 @@ def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Resul
 
 
 def _same(value: object, default: object) -> bool:
-    """Is an argument, which may be a tensor, its default?"""
+    """Whether an argument, which may be a tensor, has its default value."""
     return value is default or (isinstance(value, (float, str)) and value == default)
 
 
 class AsOperators(TorchFunctionMode):
-    """Within this mode every call of a function of ours becomes a call of its operator."""
+    """A mode in which every call of one of our functions becomes a call of its operator."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

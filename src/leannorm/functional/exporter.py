@@ -21,7 +21,7 @@ def export(
 ) -> ExportedProgram:
     """`torch.export.export` in the mode that the model is in.
 
-    Raises: `InputError` with torch's reason where the model cannot be exported.
+    Raises: `InputError` with torch's reason if the model cannot be exported.
     """
     try:
         with use_backend("reference"), AsOperators():

@@ -33,21 +33,21 @@ def gated_rms_norm(
     *,
     cast: str = "after",
 ) -> Tensor:
-    """RMS-normalize every row, and multiply by an activated gate: behind the norm, or before it.
+    """RMS-normalize every row, and multiply by an activated gate: after the norm, or before it.
 
         y = rms_norm(x) * act(gate)      or, with norm_before_gate=False,      y = rms_norm(x * act(gate))
 
     `rms_norm` is over the last axes, with weight and eps. `act` is one of <activations>. With `cast="before"`
-    the normalized value is rounded to the input's dtype before it meets the weight, as transformers'
-    `Qwen3NextRMSNormGated` (the norm before the gate) and `MambaRMSNormGated` (behind it) do; what meets the
-    gate is computed in float32 (float64 for float64) either way.
+    the normalized value is rounded to the input's dtype before it is multiplied by the weight, as in
+    transformers' `Qwen3NextRMSNormGated` (the norm before the gate) and `MambaRMSNormGated` (after it). The
+    gate is applied in float32 (float64 for float64) either way.
 
     Shapes: input (*, normalized_shape), gate and output as input, weight normalized_shape.
     Dtypes: as `layer_norm`; with `cast="before"` and the gate before the norm the output has the dtype to
     which torch promotes input and weight.
-    Kept: input and gate (8 bytes an element in float32) and 4 bytes a row (8 in float64).
-    Raises: as `layer_norm`, and `InputError` where the gate's shape is not the input's, or `act` or `cast` is
-    another word.
+    Kept: input and gate (8 bytes per element in float32) and 4 bytes per row (8 in float64).
+    Raises: as `layer_norm`, and `InputError` if the gate's shape is not the input's, or `act` or `cast` is
+    unknown.
     Source: Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
 
     >>> import torch

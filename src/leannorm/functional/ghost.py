@@ -1,4 +1,4 @@
-"""Ghost batch norm: statistics of every so many samples of a batch."""
+"""Ghost batch norm: statistics of groups of samples of a batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ghost_norm(input: Tensor, epilogue: Epilogue, eps: float, size: int) -> tupl
 
 
 def _groups(x: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
-    """Groups of one size as one call; mean and M2 are (groups, C)."""
+    """Groups of one size in one call; mean and M2 are (groups, C)."""
     samples, channels = x.shape[:2]
     groups = 0 if samples <= size else channels if size == 1 else -size
     y, moments = channel_norm(x, epilogue, eps, groups)
@@ -44,7 +44,7 @@ def _groups(x: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tenso
 
 
 def _pooled(*parts: Moments) -> Moments:
-    """Of several sets of groups; each part has (groups, C) of one count."""
+    """Merge several sets of groups; each part has (groups, C) of one count."""
     total = sum(part.count * part.mean.shape[0] for part in parts)
     zero = parts[0].mean.new_zeros(parts[0].mean.shape[1])
     mean = sum((part.mean.sum(0) * part.count for part in parts), zero) / at_least_one(total)
@@ -53,7 +53,7 @@ def _pooled(*parts: Moments) -> Moments:
 
 
 def of_all_ranks(moments: Moments, sharing: Sharing | None, x: Tensor) -> Moments:
-    """The statistics of all ranks' batches, to be tracked; a pass that is repeated tracks nothing."""
+    """The statistics of all ranks' batches, for the running statistics; a recompute updates nothing."""
     if sharing is None or not sharing.tracks or rebuilding():
         return moments
     backend, count = pick(moments.mean), moments.count

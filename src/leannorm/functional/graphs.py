@@ -1,4 +1,4 @@
-"""What a node of an exported or compiled graph says: its arguments by name, and those that it writes.
+"""The arguments of a node of an exported or compiled graph by name, and those that it writes.
 
 An operator's schema declares which arguments are written to. For a norm that is not enough: it writes its
 running statistics only if it uses the batch's (`declare.py` says when).
@@ -44,7 +44,7 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 
 def attribute(root: Any, path: str) -> Any:
-    """What stands under a dotted name; None where nothing does."""
+    """The object under a dotted name; None if there is none."""
     for part in path.split("."):
         root = getattr(root, part, None)
     return root

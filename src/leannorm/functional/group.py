@@ -1,4 +1,4 @@
-"""Group norm and instance norm: per-channel statistics of every sample by itself."""
+"""Group norm and instance norm: per-channel statistics of every single sample."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ def group_norm(
 
     E and the biased Var are over the C / `num_groups` channels of a group and all positions, of one sample;
     weight and bias are per channel. `mask`, `lengths` and `fill` are those of `batch_norm`: E and Var are
-    then over the valid positions. A sample without one has mean and variance 0.
+    then over the valid positions. A sample without any has mean and variance 0.
 
-    Shapes: input (N, C, *), weight and bias (C,), mask and lengths as `batch_norm`; output as input, in its
-    memory layout.
+    Shapes: input (N, C, *), weight and bias (C,), mask and lengths as `batch_norm`; output as input, in the
+    same memory layout.
     Dtypes: as `batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
-    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a group
-    has one value, where a shape, `mask` or `lengths` does not fit; `DtypeError` where a tensor is not
-    floating.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per group of a sample.
+    Raises: `InputError` (a ValueError and a RuntimeError) if `num_groups` does not divide C, if a group has
+    one value, if a shape, `mask` or `lengths` does not fit; `DtypeError` if a tensor is not floating.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
     >>> import torch
@@ -96,13 +95,13 @@ def group_norm_act(
 
         y = act(group_norm(x))
 
-    `act` is one of <activations>. All else is as in `group_norm`; the default is what stands behind the group
-    norms of diffusion models.
+    `act` is one of <activations>. Everything else is as in `group_norm`; the default follows the group norms
+    of diffusion models.
 
     Shapes: as `group_norm`.
-    Dtypes: as `batch_norm`; all is rounded once, behind the activation.
-    Kept: as `group_norm`: what goes into the activation is computed again from the input.
-    Raises: as `group_norm`, and `InputError` where `act` is another word.
+    Dtypes: as `batch_norm`; the result is rounded once, after the activation.
+    Kept: as `group_norm`: the activation's input is recomputed from the input.
+    Raises: as `group_norm`, and `InputError` if `act` is unknown.
     Source: as `group_norm`.
 
     >>> import torch
@@ -132,7 +131,7 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, 
     _checks.divisible_groups(input, num_groups)
     _checks.parameters(input, weight=epilogue.weight, bias=epilogue.bias)
     _checks.non_negative_eps(eps)
-    # torch's rule: groups of one value are refused only in a batch of one sample
+    # torch's rule: groups of one value are rejected only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
     if sharded(input, epilogue.weight, epilogue.bias):
         return _groups_of_shards(input, num_groups, epilogue, eps, masking)
@@ -143,7 +142,7 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, 
 def _groups_of_shards(
     input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking
 ) -> Tensor:
-    """Of parts of samples, or of channels in whole groups."""
+    """The call on parts of samples, or on whole groups of channels."""
     channels, positions = input.shape[1] // num_groups, range(2, input.dim())
 
     def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
@@ -162,7 +161,7 @@ def _groups_of_shards(
 
 
 def moves_its_statistics(arguments: Arguments) -> bool:
-    """Does an instance norm called like this write to its running statistics?"""
+    """Whether an instance norm called like this writes to its running statistics."""
     return bool(arguments["use_input_stats"]) and arguments["running_mean"] is not None
 
 
@@ -191,18 +190,18 @@ def instance_norm(
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     With `use_input_stats` E and the biased Var are each sample's own, and `running_mean` and `running_var`
-    (unbiased), where given, move towards their averages over the samples by `momentum`; without, they are the
-    running ones. `mask`, `lengths` and `fill` are those of `batch_norm`; samples with fewer than two valid
-    positions do not count for the running statistics.
+    (unbiased), if given, are updated with their averages over the samples by `momentum`; otherwise they are
+    the running ones. `mask`, `lengths` and `fill` are those of `batch_norm`; samples with fewer than two
+    valid positions do not count for the running statistics.
 
     Shapes: input (N, C, *); weight, bias and running statistics (C,); mask and lengths as `batch_norm`;
-    output as input, in its memory layout.
+    output as input, in the same memory layout.
     Dtypes: as `batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample (running statistics: 16
-    bytes a channel).
-    Raises: `InputError` (a ValueError and a RuntimeError) where there is a single position, where running
-    statistics are needed and missing, where a shape does not fit; `DtypeError` where a tensor is not
-    floating; nothing is changed then.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel of a sample (running statistics:
+    16 bytes per channel).
+    Raises: `InputError` (a ValueError and a RuntimeError) for a single position, for missing running
+    statistics that are needed, and for a shape that does not fit; `DtypeError` if a tensor is not floating;
+    nothing is changed then.
     Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
 
     >>> import torch
@@ -247,7 +246,7 @@ def instance_norm(
         if not use_input_stats:
             mask = None if valid is None or not valid.zero else valid.mask
             return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
-        masked = valid is not None or masking[0] is not None  # also where this rank has no padding
+        masked = valid is not None or masking[0] is not None  # even if this rank has no padding
         return _instances(cut, x, running, epilogue, eps, valid, masked)
 
     if sharded(input, running_mean, running_var, weight, bias):
@@ -264,7 +263,7 @@ def _instances(
     valid: Valid | None,
     masked: bool,
 ) -> Tensor:
-    """By each sample's own statistics; of a DTensor a sample or the samples may be cut."""
+    """Normalize by each sample's own statistics; a DTensor's samples, or their axis, may be sharded."""
     channels, sharing, others = input.shape[1], None, None
     whole = input.shape if cut is None else cut.shape
     if channels == 0:  # no channels, so no groups: the input is empty
@@ -288,9 +287,9 @@ def _instances(
 def _average(
     moments: Moments, input: Tensor, valid: Valid | None, others: Sharing | None, masked: bool
 ) -> Moments:
-    """The samples' mean and variance on average, over the ranks among which samples are cut.
+    """The average of the samples' means and variances, over the ranks that share the samples.
 
-    With a mask they are those of the samples that have more than one valid position.
+    With a mask, of the samples that have more than one valid position.
     """
     mean, m2, count = moments.mean, moments.m2, moments.count
     if valid is None and others is None:
@@ -301,11 +300,11 @@ def _average(
         enough = counts > 1
         samples = enough.sum()
         mean, m2 = (torch.where(enough, v, 0.0) for v in (mean, m2 / (counts - 1).clamp_min(1)))
-        count = 2  # of two values m2 is the variance
+        count = 2  # of two values, m2 is the variance
     sums = torch.cat((mean.sum(0), m2.sum(0)))
     if others is not None:
         data = input[:, 0].numel() if valid is None else valid.total
-        told = sums.new_tensor([data] if input.is_cpu else [])  # elsewhere the host does not know
+        told = sums.new_tensor([data] if input.is_cpu else [])  # otherwise the host does not know
         total = add_up((sums, told), samples, others.group, others.call("average", input))
         samples, sums, told = total[0], total[1 : 1 + len(sums)], total[1 + len(sums) :]
         if masked and told.numel():
@@ -333,11 +332,11 @@ def layer_instance_norm(
 ) -> Tensor:
     """What the layers call: `instance_norm`, which also checks the number of axes and of channels.
 
-    `rank` is the number of axes of a batch; an input with one axis less is one sample, and its mask and
-    length have one axis less, too.
+    `rank` is the number of axes of a batch; an input with one axis fewer is one sample, and its mask and
+    length have one axis fewer, too.
     """
     tensors = (input, running_mean, running_var, weight, bias)
-    # a tensor subclass is handed torch's function by `instance_norm`, below
+    # a tensor subclass gets torch's function from `instance_norm`, below
     others = has_torch_function_variadic(*tensors)
     if use_input_stats and running_mean is None and not others and unmasked(mask, lengths, fill):
         quick = fast.instance_norm(input, weight, bias, eps, rank, num_features)

@@ -1,4 +1,5 @@
-"""Jagged tensors of `torch.nested`: a norm of their packed values, without padding, in the same offsets."""
+"""Norms of jagged tensors (`torch.nested`): of their packed values, without padding, with the same
+offsets."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def _packed(name: str, input: Any) -> Tensor:
 
 
 def _like(input: Any, values: Tensor) -> Tensor:
-    """Values packed like the input's."""
+    """A jagged tensor of values packed like the input's."""
     return torch.nested.nested_tensor_from_jagged(
         values,
         input.offsets(),
@@ -35,7 +36,7 @@ def _like(input: Any, values: Tensor) -> Tensor:
 
 
 def _plain(arguments: Arguments) -> dict[str, Any]:
-    """The arguments, the residual as its values; it and the input must be packed alike."""
+    """The arguments with the residual's values; it and the input must be packed alike."""
     if arguments.get("mask") is not None or arguments.get("lengths") is not None:
         raise InputError(
             "mask and lengths are for padded tensors, got one of them with a jagged tensor, whose offsets "
@@ -71,7 +72,7 @@ def channels(function: Callable[..., Any], arguments: Arguments) -> Tensor:
 
 
 def rows(function: Callable[..., Any], arguments: Arguments) -> Tensor | tuple[Tensor, Tensor]:
-    """A row norm over axes of which none is the samples' or the ragged one."""
+    """A row norm over axes that are neither the samples' nor the ragged one."""
     input, plain, wanted = arguments["input"], _plain(arguments), len(tuple(arguments["normalized_shape"]))
     rank, ragged, dim = input.dim(), input._ragged_idx, arguments["dim"]
     first = rank - wanted if dim is None else dim % rank

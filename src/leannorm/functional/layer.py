@@ -25,7 +25,8 @@ from leannorm.ops.precision import compute_dtype
 
 
 def dtype_of_cast(arguments: Arguments) -> torch.dtype:
-    """Of a row norm's output: wider than the input where it is rounded before it meets a wider weight."""
+    """The dtype of a row norm's output: wider than the input if it is rounded before it is multiplied by a
+    wider weight."""
     x, weight, cast = arguments["input"], arguments["weight"], arguments.get("cast", "after")
     if weight is None or cast == "after" or arguments.get("norm_before_gate", False):
         return x.dtype  # type: ignore[no-any-return]
@@ -74,7 +75,7 @@ def _of_shards(
 
 
 def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int, stop: int) -> Maybe:
-    """Which rows are data, of the statistics' shape; None where all are."""
+    """Which rows are data, in the statistics' shape; None if all are."""
     if lengths is not None:
         _checks.lengths_of_rows(input, start, stop)
     valid = valid_positions(input, mask, lengths, kept=(start, stop))
@@ -99,19 +100,19 @@ def layer_norm(
 
     E and the biased Var are over the normalized axes: the last ones, whose sizes are `normalized_shape`, or
     with `dim` that single axis, which is not moved (`dim=1` of (N, C, H, W) is the channel norm of ConvNeXt).
-    All else is as in `torch.nn.functional.layer_norm`.
+    Everything else is as in `torch.nn.functional.layer_norm`.
 
     `mask` (bool) says which rows are data, and broadcasts against the input without its normalized axes;
-    `lengths` (N,) says how many of each sample's rows are, where a row has two indices, as in (N, L, C). The
-    other rows are not read; output and input gradient are 0 there, and they have no part in the gradients of
+    `lengths` (N,) says how many of each sample's rows are data, if a row has two indices, as in (N, L, C).
+    The other rows are not read; output and input gradient are 0 there, and they do not enter the gradients of
     weight and bias.
 
-    Shapes: any input, weight and bias `normalized_shape`; output as input, in its layout where it is dense.
-    A jagged `torch.nested` tensor whose rows are whole gives one of the same offsets.
+    Shapes: any input, weight and bias `normalized_shape`; output as input, in its layout if it is dense.
+    A jagged `torch.nested` tensor whose rows are whole gives one with the same offsets.
     Dtypes: as `batch_norm`, but statistics are computed in float32 (float64 for float64).
-    Kept: the input (4 bytes an element in float32) and 8 bytes a row (16 in float64), with a mask 1 more.
-    Raises: `DtypeError` where a tensor is not floating; `InputError` where `normalized_shape`, a parameter's
-    shape, `mask` or `lengths` does not fit, or `eps` is negative.
+    Kept: the input (4 bytes per element in float32) and 8 bytes per row (16 in float64), with a mask 1 more.
+    Raises: `DtypeError` if a tensor is not floating; `InputError` if `normalized_shape`, a parameter's shape,
+    `mask` or `lengths` does not fit, or `eps` is negative.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, arXiv:1607.06450.
 
     >>> import torch
@@ -149,16 +150,16 @@ def rms_norm(
         y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)
 
     E is over the normalized axes, which are those of `layer_norm`. `eps=None` is the machine epsilon of the
-    arithmetic (float64's for float64 input, else float32's). The sum with `weight_offset` is formed in the
-    arithmetic's dtype; 1.0 is Gemma's. With `cast="before"` the normalized value is rounded to the input's
-    dtype before it meets the weight, as Llama does. `mask` and `lengths` are those of `layer_norm`. All else
-    is as in `torch.nn.functional.rms_norm`.
+    arithmetic (float64's for float64 input, otherwise float32's). The sum with `weight_offset` is computed
+    in the arithmetic's dtype; Gemma uses 1.0. With `cast="before"` the normalized value is rounded to the
+    input's dtype before it is multiplied by the weight, as in Llama. `mask` and `lengths` are those of
+    `layer_norm`. Everything else is as in `torch.nn.functional.rms_norm`.
 
     Shapes: as `layer_norm`.
-    Dtypes: as `layer_norm`; with `cast="before"` the output has the dtype to which torch promotes input and
-    weight.
-    Kept: the input (4 bytes an element in float32) and 4 bytes a row (8 in float64).
-    Raises: as `layer_norm`, and `InputError` where `weight_offset` is not finite or `cast` is another word.
+    Dtypes: as `layer_norm`; with `cast="before"` the output has the dtype that torch promotes input and
+    weight to.
+    Kept: the input (4 bytes per element in float32) and 4 bytes per row (8 in float64).
+    Raises: as `layer_norm`, and `InputError` if `weight_offset` is not finite or `cast` is unknown.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
     >>> import torch
@@ -197,12 +198,12 @@ def add_layer_norm(
         r = input + residual
         y = layer_norm(r, ...)
 
-    Returns y and r. The other arguments are those of `layer_norm`; in rows that are no data r is 0 too.
+    Returns y and r. The other arguments are those of `layer_norm`; in rows that are not data r is 0 too.
 
     Shapes: as `layer_norm`; residual, y and r as input.
     Dtypes: as `layer_norm`; y and r have the input's dtype.
-    Kept: r (an output: 0 bytes an element more) and 8 bytes a row (16 in float64).
-    Raises: as `layer_norm`, and `InputError` where the residual's shape is not the input's.
+    Kept: r (an output, so 0 bytes per element) and 8 bytes per row (16 in float64).
+    Raises: as `layer_norm`, and `InputError` if the residual's shape is not the input's.
     Source: as `layer_norm`.
 
     >>> import torch
@@ -237,12 +238,12 @@ def add_rms_norm(
         r = input + residual
         y = rms_norm(r, ...)
 
-    Returns y and r. The other arguments are those of `rms_norm`; in rows that are no data r is 0 too.
+    Returns y and r. The other arguments are those of `rms_norm`; in rows that are not data r is 0 too.
 
     Shapes: as `add_layer_norm`.
     Dtypes: y as `rms_norm`, r as the input.
-    Kept: r (an output: 0 bytes an element more) and 4 bytes a row (8 in float64).
-    Raises: as `rms_norm`, and `InputError` where the residual's shape is not the input's.
+    Kept: r (an output, so 0 bytes per element) and 4 bytes per row (8 in float64).
+    Raises: as `rms_norm`, and `InputError` if the residual's shape is not the input's.
     Source: as `rms_norm`.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Layer and RMS norm with a scale and a shift that come from the network, of each sample or token."""
+"""Layer and RMS norm with a scale and a shift per sample or token, which the network computes."""
 
 from __future__ import annotations
 
@@ -60,19 +60,20 @@ def ada_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Layer-normalize every row, then scale and shift it by what the network says (AdaLN).
+    """Layer-normalize every row, then scale and shift it by values that the network computes (AdaLN).
 
         y = layer_norm(x) * (1 + scale) + shift
 
-    `layer_norm` is over the last axes and takes weight and bias, where they are given. scale and shift are
-    those of a sample (N, C), of a token (N, L, C), or of anything between: their last sizes are
-    `normalized_shape`, and the sizes before those are the input's first ones, each as large or 1.
+    `layer_norm` is over the last axes, with weight and bias if given. scale and shift are per sample (N, C),
+    per token (N, L, C), or anything between: their last sizes are `normalized_shape`, and the sizes before
+    those are the input's first ones, each as large or 1.
 
-    Shapes: input (*, normalized_shape); scale and shift as said, both alike; weight, bias normalized_shape;
-    output as input.
-    Dtypes: as `layer_norm`; each tensor may have its own floating dtype. All is rounded once, at the end.
-    Kept: the input (4 bytes an element in float32), 8 bytes a row (16 in float64), and scale.
-    Raises: as `layer_norm`, and `InputError` where scale or shift is not broadcast by that rule.
+    Shapes: input (*, normalized_shape); scale and shift as described, both alike; weight, bias
+    normalized_shape; output as input.
+    Dtypes: as `layer_norm`; each tensor may have its own floating dtype. The result is rounded once, at the
+    end.
+    Kept: the input (4 bytes per element in float32), 8 bytes per row (16 in float64), and scale.
+    Raises: as `layer_norm`, and `InputError` if scale or shift cannot be broadcast by that rule.
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022, arXiv:2212.09748.
 
     >>> import torch
@@ -96,14 +97,14 @@ def ada_rms_norm(
     weight: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> Tensor:
-    """RMS-normalize every row, then scale (and shift) it by what the network says.
+    """RMS-normalize every row, then scale (and shift) it by values that the network computes.
 
         y = rms_norm(x) * (1 + scale) + shift
 
     scale and shift are those of `ada_layer_norm`, weight and eps those of `rms_norm`.
 
     Shapes, Dtypes: as `ada_layer_norm`.
-    Kept: as `ada_layer_norm`, with 4 bytes a row (8 in float64).
+    Kept: as `ada_layer_norm`, with 4 bytes per row (8 in float64).
     Raises: as `ada_layer_norm`.
     Source: as `ada_layer_norm`.
 
@@ -136,14 +137,14 @@ def add_ada_layer_norm(
         r = input + gate * branch
         y = ada_layer_norm(r, ...)
 
-    Returns y and r, which is rounded once. `gate` is broadcast as scale is, by itself: (C,) is a layer scale,
-    None is 1. The other arguments are those of `ada_layer_norm`.
+    Returns y and r, which is rounded once. `gate` is broadcast by the same rule as scale, independently: (C,)
+    is a layer scale, None is 1. The other arguments are those of `ada_layer_norm`.
 
     Shapes: as `ada_layer_norm`; branch, y and r as input.
     Dtypes: as `ada_layer_norm`; y and r have the input's dtype.
-    Kept: r (an output: 0 bytes an element more), 8 bytes a row (16 in float64), scale and gate, and the
-    branch where the gate needs a gradient.
-    Raises: as `ada_layer_norm`, and `InputError` where the branch's shape is not the input's.
+    Kept: r (an output, so 0 bytes per element), 8 bytes per row (16 in float64), scale and gate, and the
+    branch if the gate needs a gradient.
+    Raises: as `ada_layer_norm`, and `InputError` if the branch's shape is not the input's.
     Source: as `ada_layer_norm`.
 
     >>> import torch
@@ -177,7 +178,7 @@ def add_ada_rms_norm(
     Returns y and r. `gate` is that of `add_ada_layer_norm`, the others are those of `ada_rms_norm`.
 
     Shapes, Dtypes: as `add_ada_layer_norm`.
-    Kept: as `add_ada_layer_norm`, with 4 bytes a row (8 in float64).
+    Kept: as `add_ada_layer_norm`, with 4 bytes per row (8 in float64).
     Raises: as `add_ada_layer_norm`.
     Source: as `ada_layer_norm`.
 

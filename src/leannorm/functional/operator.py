@@ -61,23 +61,23 @@ def batch_norm_op(
     batch_id: int | Tensor | None = None,
     data_layout: str = "NCHW",
 ) -> BatchNormOutput:
-    """Batch norm as one operator: the estimates come in, and go out in the same memory.
+    """Batch norm as one operator: the estimates are inputs, and outputs in the same memory.
 
         y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias
         estimate = estimate * momentum + (1 - momentum) * statistic    in training
 
-    In the first batch, where `batch_id` is 0, each estimate becomes the batch's statistic. Without a
-    `batch_id` every batch is a later one; a tensor is read on its device. With `is_infer` the estimates stand
-    in for the batch's statistics and do not change. With `use_global_est` training moves the estimates first
-    and then normalizes by them; gradients take them as constants. Every variance here is the biased one, the
-    estimated one too.
+    For the first batch, whose `batch_id` is 0, each estimate becomes the batch's statistic. Without a
+    `batch_id` every batch is a later one; a tensor is read on its device. With `is_infer` the estimates
+    replace the batch's statistics and do not change. With `use_global_est` training updates the estimates
+    first and then normalizes by them, as constants for the gradients. Every variance here is biased,
+    including the estimate.
 
     Returns `(y, batch_mean, batch_var, saved_mean, saved_var)`; the `saved_` ones are the estimates
     themselves. `batch_mean` and `batch_var` have no gradient; in inference they are copies of the estimates.
 
     Shapes: x (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, vectors (C,); y as x.
     Dtypes: as `batch_norm`; `batch_mean` and `batch_var` have the estimates' dtype.
-    Kept: x (4 bytes an element in float32) and 16 bytes a channel.
+    Kept: x (4 bytes per element in float32) and 16 bytes per channel.
     Raises: as `batch_norm`.
     Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
 
@@ -116,14 +116,14 @@ def _checked(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     settings: _Settings,
 ) -> BatchNormOutput:
-    """`batch_norm_op` by `run`: the operator, or the function behind it."""
+    """`batch_norm_op` by `run`: the operator, or the function that it runs."""
     x, estimated_mean, estimated_var, scale, bias = tensors
     is_infer, use_global_est, epsilon, momentum, batch_id, data_layout = settings
     _checks.floating("x", x)
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
     _checks.positive_eps(epsilon)
-    last = x.dim() - 1 if data_layout == "NHWC" else 1  # not -1, which TorchScript's exporter of ONNX keeps
+    last = x.dim() - 1 if data_layout == "NHWC" else 1  # not -1, which TorchScript's ONNX exporter would keep
     moved = x.movedim(last, 1) if last > 1 else x
     _checks.parameters(
         moved, estimated_mean=estimated_mean, estimated_var=estimated_var, scale=scale, bias=bias
@@ -157,7 +157,7 @@ def _checked(
 
 
 def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, options: tuple[Any, ...]) -> list[Tensor]:
-    """The function of this rank's parts, with the statistics of the whole batch."""
+    """The function on this rank's parts, with the statistics of the whole batch."""
     of_one_mesh(*tensors, batch_id)
     x, mean, var, *_ = tensors
     cut, elements = Cut.of(x), range(x.dim())
@@ -198,7 +198,7 @@ def _batch_norm_op(
 
 @torch.no_grad()
 def _move(estimate: Tensor, value: Tensor, momentum: float, batch_id: Tensor | None) -> None:
-    """The seed's update; the first batch replaces the estimate, even one that is not finite."""
+    """Updates an estimate in place; the first batch replaces it, even if it is not finite."""
     moved = value if momentum == 0 else estimate.to(value.dtype) * momentum + value * (1 - momentum)
     estimate.copy_(moved if batch_id is None else torch.where(batch_id == 0, value, moved))
 

@@ -13,7 +13,7 @@ from leannorm.ops.select import pick
 
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and rstd of evaluation, constants: running statistics get no gradient. They must be given."""
+    """Mean and rstd of evaluation, as constants: running statistics get no gradient. They must be given."""
     mean, var, _, _ = running
     if mean is None or var is None:
         raise AssertionError("evaluation has been checked to have running statistics")
@@ -24,7 +24,8 @@ def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _serving(*tensors: Tensor | None) -> Backend:
-    """Plain torch under a transform or a compiler (which fuses it with its neighbours), else a backend."""
+    """Plain torch under a transform or a compiler, which fuses it with its neighbours; otherwise a
+    backend."""
     if traced() or transformed(*tensors):
         return REFERENCE
     return pick(*tensors)
@@ -33,8 +34,8 @@ def _serving(*tensors: Tensor | None) -> Backend:
 def fused_update(running: Running) -> Running | None:
     """`running`, if the norm's own kernel may update it; if None, `update_running_statistics` does.
 
-    The kernel may not in compiled code, where a buffer needs a gradient, in a recompute, and with a count of
-    batches that is not int64 (an averaged or cast copy of all buffers).
+    The kernel may not do so in compiled code, if a buffer needs a gradient, in a recompute, and if the count
+    of batches is not int64 (an averaged or cast copy of all buffers).
     """
     mean, var, num_batches, _ = running
     if mean is None or var is None or traced() or rebuilding():
@@ -45,9 +46,9 @@ def fused_update(running: Running) -> Running | None:
 
 
 def update_running_statistics(running: Running, moments: Moments, pool: Pool | None = None) -> None:
-    """Move the running statistics that are not None towards a batch's, in place, or add the batch to a pool.
+    """Update the running statistics that are not None with a batch's, in place, or add the batch to a pool.
 
-    Does nothing in a recompute: the first forward pass has moved them.
+    Does nothing in a recompute: the first forward pass has updated them.
     """
     if rebuilding() or (running.mean is None and running.num_batches is None):
         return

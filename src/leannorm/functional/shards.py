@@ -1,14 +1,14 @@
 """Norms of DTensors: each rank runs the norm on its local tensors, with our kernels.
 
-A DTensor means the whole tensor. So statistics over an axis that is cut are merged over the ranks that hold
-its parts; all other norms are local. What is placed in another way than the norm needs is redistributed, as
-torch's own operators do: the input, where rows are cut or ranks hold the terms of a sum, and each other
-tensor, to the ranks that hold what it belongs to.
+A DTensor means the whole tensor. So statistics over a sharded axis are merged over the ranks that have its
+shards; all other norms are local. A tensor whose placement does not suit the norm is redistributed, as
+torch's own operators do: the input, if rows are sharded or ranks have the terms of a sum, and each other
+tensor, to the ranks that have what it belongs to.
 
-One table says how: the axis of the input that each axis of a tensor follows. Where a dimension of the mesh
-cuts axis d of the input, a tensor with an axis that follows d is cut there, and so is its gradient. One
-without is whole on every rank, and its gradient is the sum of the ranks' parts: `Partial`, as torch's own
-norms leave it.
+One table says how: the axis of the input that each axis of a tensor follows. If a dimension of the mesh
+shards axis d of the input, a tensor with an axis that follows d is sharded there, and so is its gradient. A
+tensor without such an axis is whole on every rank, and its gradient is the sum of the ranks' parts:
+`Partial`, as torch's own norms leave it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from leannorm.functional.valid import UNMASKED, Masking, positions_of_data
 from leannorm.ops.modes import traced
 
 Axes = Sequence[int]
-VECTOR = (1,)  # one value a channel
+VECTOR = (1,)  # one value per channel
 
 
 def _placed(v: Any, mesh: Any, placements: Any) -> Any:
@@ -35,14 +35,14 @@ def _placed(v: Any, mesh: Any, placements: Any) -> Any:
 
 
 def _differentiable_twice(made: Any) -> Any:
-    """What `to_local` or `redistribute` made, with a gradient that every torch can differentiate."""
+    """The result of `to_local` or `redistribute`, with a gradient that every torch can differentiate."""
     if not traced() and made.grad_fn is not None:
         made.grad_fn.register_hook(_joined_to_the_graph)
     return made
 
 
 def _joined_to_the_graph(made: tuple[Any, ...], incoming: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Older releases of torch make a leaf of the gradient, from which no second derivative goes back."""
+    """Older releases of torch detach the gradient, so that no second derivative flows back."""
     gradient, x = made[0], incoming[0]
     if x is None or gradient is None or not x.requires_grad or gradient.grad_fn is not None:
         return None
@@ -56,7 +56,7 @@ def _joined_to_the_graph(made: tuple[Any, ...], incoming: tuple[Any, ...]) -> tu
 
 
 def of_one_mesh(*tensors: Tensor | None) -> None:
-    """Are all DTensors of one mesh? A plain one would be whole to one reader and a part to another."""
+    """Whether all are DTensors of one mesh. A plain tensor could mean the whole or a part."""
     present = [v for v in tensors if v is not None]
     if len({getattr(v, "device_mesh", None) for v in present}) > 1:
         raise InputError(
@@ -68,7 +68,7 @@ def of_one_mesh(*tensors: Tensor | None) -> None:
 
 
 class Cut:
-    """How a tensor of this shape is cut: its axis that each dimension of the mesh cuts, or None."""
+    """How a tensor of this shape is sharded: for each dimension of the mesh the tensor's axis, or None."""
 
     def __init__(self, mesh: Any, axes: Sequence[int | None], shape: torch.Size) -> None:
         from torch.distributed.tensor import Partial, Replicate, Shard
@@ -79,14 +79,15 @@ class Cut:
 
     @classmethod
     def of(cls, x: Any, whole: Collection[int] = ()) -> Cut:
-        """As a DTensor is cut, but for the axes in `whole`, and where its ranks hold the terms of a sum."""
+        """Sharded as the DTensor, except for the axes in `whole` and for dimensions along which ranks have
+        the terms of a sum."""
         from torch.distributed.tensor import Shard
 
         axes = [p.dim if type(p) is Shard and p.dim not in whole else None for p in x.placements]
         return cls(x.device_mesh, axes, x.shape)
 
     def along(self, axes: Axes) -> tuple[Any, Any]:
-        """The placements of a tensor whose axes follow these ones of the input, and those of its gradient."""
+        """The placements of a tensor whose axes follow these axes of the input, and those of its gradient."""
         places = [self._replicate() if i not in axes else self._shard(axes.index(i)) for i in self.axes]
         parts = [
             p if i is None or i in axes else self._partial() for i, p in zip(self.axes, places, strict=True)
@@ -103,9 +104,9 @@ class Cut:
         return part
 
     def passed_on(self, v: MaybeTensor, axes: Axes) -> MaybeTensor:
-        """`local`, of a tensor whose gradient may be memory of another one: then it is copied.
+        """`local`, for a tensor whose gradient may share memory with another one: then it is copied.
 
-        Autograd adds to a gradient in place where it sees one owner, and it does not see who else has the
+        Autograd adds to a gradient in place if it sees a single owner, and it does not see who else uses the
         memory of a DTensor's local tensor.
         """
         part = self.local(v, axes)
@@ -131,7 +132,8 @@ class Cut:
         )
 
     def write_back(self, statistics: Sequence[Any], parts: Sequence[Tensor | None]) -> None:
-        """Store the parts of running statistics that were written to and are not the DTensors' own memory."""
+        """Copy back the parts of running statistics that were written to and are not the DTensors' own
+        memory."""
         for v, part in zip(statistics, parts, strict=True):
             if v is not None and part is not None and v.placements != self.along(VECTOR)[0]:
                 with torch.no_grad():
@@ -139,31 +141,31 @@ class Cut:
                     v.to_local().copy_(made.to_local())
 
     def merged(self, axes: Collection[int], name: str, eps: float, groups: int = 0) -> Sharing | None:
-        """How statistics over these axes are merged; None where no other rank has a part."""
+        """How statistics over these axes are merged; None if no other rank has a part."""
         dims = tuple(i for i, axis in enumerate(self.axes) if axis in axes and self.mesh.size(i) > 1)
         return Sharing(mesh_group(self.mesh, dims), name, eps=eps, groups=groups) if dims else None
 
     def is_whole(self, axes: Collection[int]) -> bool:
-        """Is none of these axes cut?"""
+        """Whether none of these axes is sharded."""
         return not any(axis in axes for axis in self.axes)
 
     def holds_rank_of(self, group: str) -> bool:
-        """Is another rank of the group among those that hold the DTensor?"""
+        """Whether another rank of the group also has a part of the DTensor."""
         mine, theirs = set(self.mesh.mesh.flatten().tolist()), set(ranks_of(group))
         return len(mine & theirs) > 1
 
     def cuts_between(self, axis: int, unit: int) -> bool:
-        """Is this axis cut between blocks of so many indices alone?"""
+        """Whether this axis is sharded only between blocks of this many indices."""
         size = self.shape[axis]
         for i, cut in enumerate(self.axes):
             if cut == axis:
-                size = -(-size // self.mesh.size(i))  # of each part but the last ones, as torch.chunk has it
+                size = -(-size // self.mesh.size(i))  # of each part but the last ones, as in torch.chunk
                 if size % unit:
                     return False
         return True
 
     def refuse(self, rule: str, axes: Collection[int]) -> InputError:
-        """The error for an input that is cut along one of these axes."""
+        """The error for an input that is sharded along one of these axes."""
         uncut = ", ".join(
             f"Shard({i})" if i is not None and i not in axes else "Replicate()" for i in self.axes
         )
@@ -173,13 +175,13 @@ class Cut:
         )
 
     def mask(self, x: Tensor, masking: Masking, kept: tuple[int, int] = (1, 2)) -> Masking:
-        """This rank's part of a mask; lengths become one."""
+        """This rank's part of a mask; lengths become a mask."""
         mask = positions_of_data(x, *masking, kept)
         if mask is None:
             return masking
         positions = [i for i in range(len(self.shape)) if not kept[0] <= i < kept[1]]
         axes = self.following(mask, positions[len(positions) - mask.dim() :])
-        if not hasattr(mask, "placements"):  # made of lengths, on every rank
+        if not hasattr(mask, "placements"):  # computed from lengths on every rank
             from torch.distributed.tensor import DTensor
 
             everywhere = (self._replicate(),) * self.mesh.ndim
@@ -199,7 +201,8 @@ def by_channel(
     masking: Masking,
     moves: bool = False,
 ) -> Tensor:
-    """A per-channel norm of DTensors: `run` of the local ones. Does it move the running statistics?"""
+    """A per-channel norm of DTensors: `run` on the local ones. `moves`: whether it updates the running
+    statistics."""
     weight, bias, residual, act = epilogue
     elements = range(x.dim())
     of_one_mesh(x, *running[:3], weight, bias, residual, masking[0])
@@ -214,7 +217,7 @@ def by_channel(
 
 
 def without_channels(x: Tensor, epilogue: Epilogue) -> Tensor:
-    """What a rank that holds no channels has of a norm: nothing, of which gradients go back."""
+    """The results of a rank without channels: empty, but connected to the graph."""
     y = x.clone()
     for v in epilogue[:2]:
         y = y if v is None else y + v.view(-1, *(1,) * (x.dim() - 2)).to(y.dtype)
@@ -243,7 +246,8 @@ def by_row(
 
 
 def modulation(v: Tensor | None, x: Tensor, start: int) -> Axes:
-    """The axes of a scale, shift or gate: the normalized ones, behind the input's first ones or 1."""
+    """The axes of a scale, shift or gate: the normalized ones, after leading ones of the input or of size
+    1."""
     if v is None:
         return ()
     first = v.dim() - (x.dim() - start)

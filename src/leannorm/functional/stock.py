@@ -1,11 +1,11 @@
-"""Torch's own functions in the place of ours, for exported graphs (`ops.modes.exporting`).
+"""Torch's own functions instead of ours, for exported graphs (`ops.modes.exporting`).
 
-Whoever runs such a graph (ONNX Runtime, AOTInductor, a process without leannorm) knows torch's norms and not
-ours. So what uses no statistics of a training batch is written as torch's norm, then the addition, then the
-activation. What does is written as one operator of ours (`door.py`), which has a gradient and moves the
-running statistics.
+What runs such a graph (ONNX Runtime, AOTInductor, a process without leannorm) knows torch's norms and not
+ours. So a call that uses no statistics of a training batch is written as torch's norm, then the addition,
+then the activation. A call that does is written as one operator of ours (`door.py`), which has a gradient and
+updates the running statistics.
 
-Torch's functions check what they are given. No size is looked at here: a tracer would warn.
+Torch's functions check what they are given. No size is read here: a tracer would warn.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outside: bool = False) -> Tensor:
-    """By the running statistics; by the input's own where there are none, as a layer without them does.
+    """Normalize by the running statistics, or by the input's own if there are none, as a layer without them
+    does.
 
-    No norm of torch has eps `outside` of the root: then it is a difference, a product and a sum.
+    None of torch's norms has eps `outside` of the root: then it is a difference, a product and a sum.
     """
     weight, bias, residual, act = epilogue
     wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
@@ -49,7 +50,7 @@ def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outs
 
 
 def convolve(x: Tensor, *arguments: Any) -> Tensor:
-    """The convolution by its name for the input's rank, which readers of graphs look for."""
+    """The convolution whose name has the input's rank, which readers of graphs look for."""
     y: Tensor = _CONVOLUTIONS[x.dim()](x, *arguments)
     return y
 
@@ -62,7 +63,8 @@ def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor
 
 
 def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
-    """By the statistics of the valid positions of each group: the formula, as torch has no such norm."""
+    """Normalize by the statistics of the valid positions of each group: a formula, as torch has no such
+    norm."""
     mask, lengths, fill = masking
     padding = ~exported_positions(x, mask, lengths)
 
@@ -100,7 +102,7 @@ RowTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class RowForm(NamedTuple):
-    """How a row norm is called, as `leannorm.functional.rms_norm` says; not `rms`: a layer norm."""
+    """The arguments of a row norm, as in `leannorm.functional.rms_norm`; not `rms`: a layer norm."""
 
     eps: float | None
     dim: int | None
@@ -145,7 +147,7 @@ def row_norm(
         y = _finished(F.layer_norm(wide, shape, weight, bias, eps), x)
     if axis != last:
         y = y.permute(*range(axis), last, *range(axis, last))
-        layout = memory_format(x)  # which what follows may count on
+        layout = memory_format(x)  # the operations that follow may rely on it
         y = y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
     return y, x
 
@@ -153,7 +155,7 @@ def row_norm(
 def ada_norm(
     tensors: tuple[Any, ...], normalized_shape: Sequence[int], eps: float, rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and the sum: a norm of torch's, then a product and a sum."""
+    """y and the sum: one of torch's norms, then a product and a sum."""
     input, branch, gate, scale, shift, weight, bias = tensors
     start, x, dtype = input.dim() - len(tuple(normalized_shape)), input, compute_dtype(input)
     if branch is not None:
@@ -190,7 +192,7 @@ def gated_rms_norm(
 
 
 def _rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:
-    """torch's function; its formula for TorchScript's exporter of ONNX, which knows no RMS norm."""
+    """torch's function; its formula for TorchScript's ONNX exporter, which knows no RMS norm."""
     if traced() or not torch.onnx.is_in_onnx_export():
         return F.rms_norm(x, shape, weight, eps)
     wide = x.to(compute_dtype(x))
@@ -199,7 +201,7 @@ def _rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: flo
 
 
 def _of_one_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """As they are where they have one dtype, else all in the dtype of ours' arithmetic."""
+    """The tensors as they are if they have one dtype, otherwise in the dtype that our kernels compute in."""
     if all(v is None or v.dtype == x.dtype for v in others):
         return (x, *others)
     dtype = compute_dtype(x)
@@ -207,7 +209,7 @@ def _of_one_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 def _finished(y: Tensor, x: Tensor, residual: Tensor | None = None, act: str = "identity") -> Tensor:
-    """Added to, activated, and in the dtype of x, which autocast may have changed."""
+    """Adds, activates, and casts to the dtype of x, which autocast may have changed."""
     y = y if residual is None else y + residual
     y = ACTIVATIONS[act].forward(y)
     return y if y.dtype == x.dtype else y.to(x.dtype)

@@ -79,13 +79,13 @@ def sync_batch_norm(
 
     In training E and Var are over the batches of all ranks in `process_group`; groups, cost, `timeout` and
     `debug_consistency` are those of `leannorm.nn.SyncBatchNorm`. Evaluation is `batch_norm_act`. Errors
-    between ranks call this use by `name`, and ranks that share statistics must use the same name. The layer
-    alone remembers the sums for a pass that checkpointing repeats; this function adds them up again. `mask`,
-    `lengths` and `fill` are those of `batch_norm`, of this rank's input.
+    between ranks call this use by `name`, and ranks that share statistics must use the same name. Only the
+    layer remembers the sums for a pass that checkpointing repeats; this function adds them up again. `mask`,
+    `lengths` and `fill` are those of `batch_norm`, for this rank's input.
 
     Shapes, Dtypes: as `batch_norm_act`.
     Kept: as `batch_norm_act`, and 8 bytes.
-    Raises: as `batch_norm`, and `SyncError` where a rank is missing or calls something else.
+    Raises: as `batch_norm`, and `SyncError` if a rank is missing or calls something else.
     Source: as `batch_norm`.
 
     >>> import torch

@@ -23,18 +23,18 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
-    """Is this a call without a mask, of which no rule has to be checked?"""
+    """Whether this call has no mask, so that no rule has to be checked."""
     return mask is None and lengths is None and fill == "zero"
 
 
 def valid_positions(
     input: Tensor, mask: Maybe, lengths: Lengths | None, fill: str = "zero", kept: tuple[int, int] = (1, 2)
 ) -> Valid | None:
-    """Which positions of `input` are data; None where all are, as far as the host knows.
+    """Which positions of `input` are data; None if all are, as far as the host knows.
 
     A position is an index of all axes but `kept[0]` to `kept[1] - 1`: the channel, or what a row norm
     normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
-    last of them, one a sample. Values are checked where the host has them; else a length is clamped.
+    last of them, one per sample. Values are checked if the host has them; otherwise a length is clamped.
     """
     data, count, positions = _data_of(input, mask, lengths, fill, kept)
     if data is None:
@@ -49,7 +49,7 @@ def valid_positions(
 def positions_of_data(
     input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
 ) -> Tensor | None:
-    """The mask of a DTensor, without the kept axes; of lengths (those of the whole batch) a plain tensor."""
+    """The mask of a DTensor, without the kept axes; for lengths (of the whole batch) a plain tensor."""
     if isinstance(lengths, Tensor) and hasattr(lengths, "full_tensor"):
         lengths = lengths.full_tensor()
     return _data_of(input, mask, lengths, fill, kept)[0]
@@ -58,7 +58,8 @@ def positions_of_data(
 def _data_of(
     input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
 ) -> tuple[Tensor | None, int | None, tuple[int, ...]]:
-    """What broadcasts to the positions and is True at data, how many these are, and the positions' sizes."""
+    """A mask that broadcasts to the positions (True at data), the number of data positions, and the
+    positions' sizes."""
     if fill != "zero":
         _checks.one_of("fill", fill, FILLS)
     if mask is None and lengths is None:
@@ -76,7 +77,7 @@ def _data_of(
 
 
 def _on_host(tensor: Tensor) -> bool:
-    """Can its values be read at once, and be relied on the next time this code runs?"""
+    """Whether its values can be read now, and will be the same the next time this code runs."""
     if traced() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return False
     return not transformed(tensor)
@@ -95,7 +96,7 @@ def _of_mask(
     _checks.same_device("mask", mask, input)
     first, stop = kept
     without = mask
-    if mask.dim() == input.dim():  # the kept axes are there too
+    if mask.dim() == input.dim():  # the kept axes are included
         if any(size != 1 for size in mask.shape[first:stop]):
             raise InputError(_wrong_shape(input, mask, positions))
         without = mask.reshape(mask.shape[:first] + mask.shape[stop:])
@@ -150,14 +151,15 @@ def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> 
 
 
 def of_one_sample(lengths: Lengths | int) -> Lengths:
-    """The length of an input without a batch axis, as those of a batch of one."""
+    """The length of an input without a batch axis, as that of a batch of one."""
     if isinstance(lengths, Tensor):
         return lengths.reshape(1) if lengths.numel() == 1 else lengths
     return [lengths] if isinstance(lengths, int) else lengths
 
 
 def refuse_to_export(arguments: Arguments) -> None:
-    """No exported graph has a pool, statistics of groups of samples, or of the valid positions of a batch."""
+    """An exported graph has no pool, no statistics of groups of samples, and none of the valid positions of a
+    batch."""
     if arguments.get("mask") is not None or arguments.get("lengths") is not None:
         raise InputError(
             "a norm by the statistics of a batch with mask= or lengths= cannot be exported or traced; export "
@@ -176,7 +178,7 @@ def refuse_to_export(arguments: Arguments) -> None:
 
 
 def exported_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
-    """What evaluation leaves at padding, for an exported graph: torch's functions, no size is looked at."""
+    """What evaluation leaves at padding, for an exported graph: torch's functions, which read no size."""
     if fill == "normalize" or (mask is None and lengths is None):
         return y
     return y.masked_fill(~exported_positions(y, mask, lengths), 0)
@@ -185,7 +187,7 @@ def exported_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fi
 def exported_positions(
     x: Tensor, mask: Tensor | None, lengths: Lengths | None, kept: tuple[int, int] = (1, 2)
 ) -> Tensor:
-    """`valid_positions` for an exported graph: a mask that broadcasts against x; no size is looked at."""
+    """`valid_positions` for an exported graph: a mask that broadcasts against x; no size is read."""
     if mask is not None and lengths is not None:
         raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
     rank, (first, stop) = x.dim(), kept

@@ -1,4 +1,4 @@
-"""Lightning: training steps in less memory, `sync_batchnorm=True` on any device, and a look at the norms."""
+"""Lightning: training steps in less memory, `sync_batchnorm=True` on any device, and a check of the norms."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def __dir__() -> list[str]:
 
 
 def layer_sync(process_group: dist.ProcessGroup | str | None = None) -> Any:
-    """A Lightning plug-in that shares batch norms' statistics for `fit`, and takes that back after it.
+    """A Lightning plug-in that shares batch norms' statistics for `fit`, and undoes that afterwards.
 
-    `Trainer(sync_batchnorm=True, plugins=[layer_sync()])` does with `leannorm.convert(model, to="sync")`
-    what Lightning does with torch's converter, which needs a GPU and drops subclasses' own forward; also
-    under other launchers than Lightning's. `process_group` is `convert`'s.
+    `Trainer(sync_batchnorm=True, plugins=[layer_sync()])` does with `leannorm.convert(model, to="sync")` what
+    Lightning does with torch's converter, which needs a GPU and drops subclasses' own forward; under
+    launchers other than Lightning's too. `process_group` is `convert`'s.
 
-    Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed.
+    Raises: `MissingDependencyError` if neither `lightning` nor `pytorch_lightning` is installed.
     Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
     """
 
@@ -68,9 +68,9 @@ def lean_callback(
     """A Lightning callback under which `training_step` runs in `lean` while `fit` runs.
 
     `Trainer(callbacks=[lean_callback()])`; the arguments are those of `lean`. The module and its checkpoints
-    stay as they are. `callback.saved` tells what the last step held and rebuilt.
+    stay as they are. `callback.saved` reports what the last step kept and rebuilt.
 
-    Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed,
+    Raises: `MissingDependencyError` if neither `lightning` nor `pytorch_lightning` is installed,
     `InputError` as `lean` does.
     Source: `lightning.pytorch.callbacks.Callback`, Lightning 2.6.
     """
@@ -79,7 +79,7 @@ def lean_callback(
     saved = lean(**settings)
 
     class LeanCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]
-        """Stands in `training_step` from `on_fit_start` on, until the trainer lets go of the module."""
+        """Replaces `training_step` from `on_fit_start` on, until the trainer releases the module."""
 
         def __init__(self) -> None:
             self.saved = saved
@@ -105,16 +105,16 @@ def lean_callback(
 def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
     """A Lightning callback that runs `leannorm.doctor` once, before the first training step, and prints it.
 
-    `Trainer(callbacks=[doctor_callback()])`; the arguments are those of `doctor`, which is also given the
-    trainer's optimizers. `callback.report` is the report; rank 0 prints it where there are findings. Training
-    is as without it.
+    `Trainer(callbacks=[doctor_callback()])`; the arguments are those of `doctor`, which also gets the
+    trainer's optimizers. `callback.report` is the report; rank 0 prints it if there are findings. Training
+    itself does not change.
 
-    Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed.
+    Raises: `MissingDependencyError` if neither `lightning` nor `pytorch_lightning` is installed.
     Source: `lightning.pytorch.callbacks.Callback`, Lightning 2.6.
     """
 
     class DoctorCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]
-        """Runs when `fit` is about to take its first step: modes, optimizers and ranks are set up."""
+        """Runs just before the first step of `fit`, when modes, optimizers and ranks are set up."""
 
         def __init__(self) -> None:
             self.report: Any = None

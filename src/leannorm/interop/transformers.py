@@ -1,4 +1,4 @@
-"""Hugging Face transformers: an unmodified `Trainer` trains in less memory, and looks at the norms."""
+"""Hugging Face transformers: an unmodified `Trainer` trains in less memory, and checks the norms."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def lean_callback(
 ) -> Any:
     """A `TrainerCallback` under which the model's forward pass runs in `lean` while it is trained.
 
-    `Trainer(..., callbacks=[lean_callback()])`, also of TRL's trainers; the arguments are those of `lean`.
-    `callback.saved` tells what the last step held and rebuilt. Checkpoints are as without it, and so is the
-    model when training has ended.
+    `Trainer(..., callbacks=[lean_callback()])`, or one of TRL's trainers; the arguments are those of `lean`.
+    `callback.saved` reports what the last step kept and rebuilt. Checkpoints do not change, nor does the
+    model once training has ended.
 
     Raises: `MissingDependencyError` without `transformers`, `InputError` as `lean` does.
     Source: `transformers.TrainerCallback`, transformers 5.23.
@@ -42,10 +42,10 @@ def lean_callback(
     base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
     settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
-    lean(**settings)  # raises where there are no such settings
+    lean(**settings)  # raises for invalid settings
 
     class LeanCallback(base):  # type: ignore[misc]
-        """Makes the model lean when training begins, and takes that back when it ends."""
+        """Makes the model lean when training begins, and undoes that when it ends."""
 
         def __init__(self) -> None:
             self.saved: lean | None = None
@@ -69,8 +69,8 @@ def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
     """A `TrainerCallback` that runs `leannorm.doctor` once, before training begins, and prints what it found.
 
     `Trainer(..., callbacks=[doctor_callback()])`; its arguments are those of `doctor`, which also gets the
-    trainer's optimizer. `callback.report` is the report; rank 0 prints it where there are findings. Training
-    is as without it.
+    trainer's optimizer. `callback.report` is the report; rank 0 prints it if there are findings. Training
+    itself does not change.
 
     Raises: `MissingDependencyError` without `transformers`.
     Source: `transformers.TrainerCallback`, transformers 5.23.
@@ -78,7 +78,7 @@ def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
     base: Any = _trainer_callback("doctor_callback", "leannorm.doctor")
 
     class DoctorCallback(base):  # type: ignore[misc]
-        """Looks at the model in training mode, which the trainer sets later, before each step."""
+        """Examines the model in training mode, which the trainer only sets later, before each step."""
 
         def __init__(self) -> None:
             self.report: Any = None

@@ -1,4 +1,4 @@
-"""What the batch-norm layers share: torch's parameters, buffers and state_dict, and our one call."""
+"""The parts that all batch-norm layers have: torch's parameters, buffers and state_dict, and one call."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from leannorm.nn._statistics import HasStatistics
 
 
 def without_bias(bias: bool) -> dict[str, bool]:
-    """torch's keyword `bias`, passed only where it is False: older versions of torch do not have it."""
+    """torch's keyword `bias`, passed only if it is False, since older versions of torch do not have it."""
     return {} if bias else {"bias": False}
 
 
 class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
-    """What every batch norm does; `dims` are the numbers of axes that a subclass accepts."""
+    """The base of all batch norms; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
-    group_size: int | None = None  # samples that are normalized together; None: all
-    shares: bool = False  # does it ask `_sharing`?
-    _pool: Pool | None = None  # within `accumulate_stats`
+    group_size: int | None = None  # number of samples that are normalized together; None: all
+    shares: bool = False  # whether it calls `_sharing`
+    _pool: Pool | None = None  # set within `accumulate_stats`
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             self.group_size = group_size
 
     def _sharing(self) -> Sharing | None:
-        """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
+        """The ranks that this layer shares its statistics with; None except for SyncBatchNorm."""
         return None
 
     def _normalize(
@@ -65,7 +65,7 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
         residual: Tensor | None = None,
         masking: Masking = UNMASKED,
     ) -> Tensor:
-        # nothing here may depend on the input: it may be a proxy of torch.fx
+        # nothing here may depend on the input, which may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()
         updates = self.training and self.track_running_stats
@@ -92,7 +92,7 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
         )
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
-        """By the fast path, its tensors by the shortest way that there is to them."""
+        """The fast path, with the shortest way to each tensor."""
         if type(input) is not Tensor or input.dim() not in self.dims:
             return None
         if self.group_size is not None or self._pool is not None:
@@ -104,9 +104,9 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             weight, bias = parameters["weight"], parameters["bias"]
             mean, var = buffers["running_mean"], buffers["running_var"]
             running: Any = (mean, var, buffers["num_batches_tracked"], self.momentum)
-        except KeyError:  # a parametrization, or a replica, has them elsewhere
+        except KeyError:  # with a parametrization, or in a replica, they are elsewhere
             return None
-        if not self.track_running_stats and mean is not None:  # read in evaluation alone
+        if not self.track_running_stats and mean is not None:  # only read in evaluation
             return None
         sharing = self._sharing() if self.shares and self.training else None
         by_batch = self.training or mean is None

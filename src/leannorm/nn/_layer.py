@@ -1,6 +1,6 @@
-"""What our layers share: `forward`, and what they are to those who know torch's layers by their class.
+"""The parts that all our layers have: `forward`, and what FX quantization and TorchScript see of them.
 
-Those are FX quantization and TorchScript.
+Both of them recognize torch's layers by class.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _TAKES_BACK: list[Callable[[torch.nn.Module], bool]] = []
 
 
 def takes_back(function: Callable[[torch.nn.Module], bool]) -> Callable[[torch.nn.Module], bool]:
-    """`function` undoes the last swap of a layer; it returns False where there is none."""
+    """`function` undoes the last conversion of a layer, or returns False if there is none."""
     _TAKES_BACK.append(function)
     return function
 
 
 class Layer:
-    """What all layers share that has to do with exporting, and their name in `print(model)`."""
+    """The part of every layer that concerns exporting, and its name in `print(model)`."""
 
     __jit_unused_properties__ = ("as_torch",)
-    _has_name_of_another = False  # of the class that it stands for
+    _has_name_of_another = False  # of the class that it replaces
 
     @property
     def as_torch(self) -> Any:
@@ -43,7 +43,7 @@ class Layer:
         return twin
 
     def _get_name(self) -> str:
-        """The class's name; "leannorm." before one that another layer has as well."""
+        """The class's name, with "leannorm." in front if another layer has the same."""
         name = type(self).__name__
         return f"leannorm.{name}" if self._has_name_of_another or name in vars(torch.nn) else name
 
@@ -54,13 +54,13 @@ class Layer:
         )
 
 
-# Nothing in `forward` is keyword-only: TorchScript's exporter of ONNX hands on all defaults by position.
+# Nothing in `forward` is keyword-only: TorchScript's ONNX exporter passes all defaults by position.
 
 
 class MaskedLayer(Layer):
-    """`forward` of the layers whose input may be padded: by the fast path, else the whole way.
+    """`forward` of the layers whose input may be padded: by the fast path, otherwise by the full path.
 
-    `_fast(input)` is None where the fast path does not serve, and `_normalize` goes the whole way.
+    `_fast(input)` is None if the fast path cannot be used; `_normalize` is the full path.
     """
 
     _fast: Callable[..., Tensor | None]
@@ -84,13 +84,13 @@ class MaskedLayer(Layer):
 
 
 class RowLayer(Layer):
-    """The same of layers that normalize rows."""
+    """The same for layers that normalize rows."""
 
     _fast: Callable[..., Tensor | None]
     _normalize: Callable[..., Tensor]
 
     def forward(self, input: Tensor, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
-        """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
+        """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are not data."""
         if mask is None and lengths is None:
             y = self._fast(input)
             if y is not None:
@@ -101,23 +101,23 @@ class RowLayer(Layer):
 
 
 def parameter_of(layer: Any, name: str) -> Any:
-    """By a shorter way than `getattr` takes; a parametrization, or a replica, has it elsewhere."""
+    """Shorter than `getattr`; with a parametrization, or in a replica, the value is elsewhere."""
     parameters = layer._parameters
     return parameters[name] if name in parameters else getattr(layer, name)
 
 
 def quantizing(input: Any) -> bool:
-    """Is this torch.fx's proxy, and does FX quantization trace?"""
+    """Whether this is torch.fx's proxy while FX quantization traces."""
     return type(input) is fx.Proxy and any(
         cls.__module__.startswith("torch.ao.") for cls in type(input.tracer).__mro__
     )
 
 
 def quantized(layer: Any, input: Any) -> Any:
-    """What FX quantization sees of a layer: torch's own; None where torch has no such layer.
+    """What FX quantization sees of a layer: torch's own; None if torch has no such layer.
 
-    It looks for layers by their class, in the graph and behind the graph's names. So the name is that of
-    an attribute which is torch's layer.
+    It finds layers by their class, and by names in the graph. So the name is that of an attribute that is
+    torch's layer.
     """
     twin, tracer = layer.as_torch, input.tracer
     if isinstance(twin, Layer):

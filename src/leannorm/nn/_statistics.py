@@ -1,4 +1,4 @@
-"""Running statistics whose dtype is their own: `stats_dtype`."""
+"""Running statistics with a dtype of their own: `stats_dtype`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class HasStatistics(torch.nn.Module):
     """Mixed into the layers that have running statistics; `statistics` are their names.
 
-    With a `stats_dtype` they have it whatever the layer is cast to, and are never rounded to less on the way.
-    What casts a buffer behind the layer's back (FSDP does) has it cast back by the next forward pass.
+    With a `stats_dtype` they keep it whatever the layer is cast to, and are never rounded in between. If
+    something casts a buffer without the layer's knowledge (FSDP does), the next forward pass casts it back.
     """
 
     statistics: tuple[str, ...] = ("running_mean", "running_var")
@@ -27,12 +27,12 @@ class HasStatistics(torch.nn.Module):
     def keep_statistics_in(self, dtype: torch.dtype | None) -> None:
         """Set `stats_dtype`, and cast the running statistics to it."""
         _checks.stats_dtype(dtype)
-        if dtype is not None:  # else the class's attribute says so
+        if dtype is not None:  # otherwise the class's attribute says so
             self.stats_dtype = dtype
             self._cast_back()
 
     def _cast_back(self) -> None:
-        """Give the running statistics their dtype again; nothing where they have it."""
+        """Give the running statistics their dtype again, if they have lost it."""
         for name in self.statistics:
             buffer = self._buffers.get(name)
             if buffer is not None and buffer.dtype is not self.stats_dtype and self.stats_dtype is not None:
@@ -45,11 +45,11 @@ class HasStatistics(torch.nn.Module):
             now = self._buffers.get(name)
             if buffer is None or now is None or self.stats_dtype in (None, now.dtype):
                 continue
-            self._buffers[name] = buffer.to(now.device, self.stats_dtype)  # not from what has been rounded
+            self._buffers[name] = buffer.to(now.device, self.stats_dtype)  # not from a rounded copy
         return self
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        """As torch, with `assign=True` too, which takes the tensors of the state_dict as they are."""
+        """As torch does, even with `assign=True`, which takes the tensors of the state_dict as they are."""
         super()._load_from_state_dict(*arguments)
         self._cast_back()
 

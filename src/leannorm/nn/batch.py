@@ -1,4 +1,4 @@
-"""BatchNorm1d, 2d and 3d: torch's layers, computed by leannorm."""
+"""BatchNorm1d, 2d and 3d: torch's layers, with leannorm's kernels."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class BatchNorm1d(BatchNormBase, torch.nn.BatchNorm1d):
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     E and the biased Var are per channel, over the batch and all positions. In training they are the batch's,
-    and `running_mean` and `running_var` (unbiased) move towards them by `momentum`; with `momentum=None` they
-    are the average over all batches. In evaluation they are the running ones, or the batch's where there are
-    none (`track_running_stats=False`). Parameters and defaults are torch's. Runs under
+    and update `running_mean` and `running_var` (unbiased) by `momentum`; with `momentum=None` those are the
+    average over all batches. In evaluation they are the running ones, or the batch's if there are none
+    (`track_running_stats=False`). Parameters and defaults are torch's. Runs under
     `torch.compile(fullgraph=True)`, with `momentum=None` too; `torch.func` transforms and double backward
     work.
 
-    An empty batch, and one whose statistics are not all finite, moves neither running statistics nor counter.
-    `stats_dtype` is a dtype that the running statistics keep whatever the layer is cast to. With `group_size`
-    every so many samples are normalized by their own statistics (ghost batch norm; the last group may be
+    An empty batch, or one whose statistics are not all finite, updates neither running statistics nor
+    counter. The running statistics keep `stats_dtype` whatever the layer is cast to. With `group_size` each
+    group of that many samples is normalized by its own statistics (ghost batch norm; the last group may be
     smaller); the running ones are of the whole batch.
 
     Shapes: input (N, C) or (N, C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel.
     Raises: as `functional.batch_norm`, and `InputError` for another number of axes.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167; groups: Hoffer, Hubara and Soudry, 2017,
     arXiv:1705.08741.

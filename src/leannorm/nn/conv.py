@@ -84,7 +84,8 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
         _checks.positive_eps(eps)
         _checks.momentum(momentum)
-        convolution: Any = self.conv_type  # torch's type hints differ from 1d to 3d, our signature is one
+        # torch's type hints differ between 1d and 3d, our signature does not
+        convolution: Any = self.conv_type
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = in_channels, out_channels, kernel_size, stride, padding, dilation, groups
         self.conv = convolution(*sizes, bias, padding_mode, **place)
@@ -149,7 +150,7 @@ class _ConvBatchNorm(Layer, torch.nn.Module):
             groups=conv.groups,
             padding_mode=conv.padding_mode,
             training=bn.training or bn.running_mean is None,
-            # without a counter a cumulative average stays where it is, as torch's
+            # without a counter a cumulative average stays as it is, as in torch
             momentum=0.0 if bn.momentum is None and bn.num_batches_tracked is None else bn.momentum,
             eps=bn.eps,
             eps_mode=self.eps_mode,
@@ -190,16 +191,16 @@ class ConvBatchNorm2d(_ConvBatchNorm):
         y = (z - E[z]) / (sqrt(Var[z]) + eps) * bn.weight + bn.bias    for eps_mode="outside", Var unbiased
 
     Arguments before the star are those of `torch.nn.Conv2d` (but `bias=False` by default: the norm subtracts
-    any bias), those behind it are those of `torch.nn.BatchNorm2d`. The children `conv` and `bn` hold all
+    any bias), those after it are those of `torch.nn.BatchNorm2d`. The children `conv` and `bn` have all
     parameters and buffers, so state_dict keys are `conv.weight`, `bn.running_mean` and so on;
-    `from_pair(conv, bn)` joins two existing layers and `to_pair()` gives them back. The backward pass runs
+    `from_pair(conv, bn)` joins two existing layers and `to_pair()` returns them. The backward pass runs
     the convolution a second time. Gradients equal those of `torch.nn.Conv2d` and `leannorm.nn.BatchNorm2d`
     run one after the other, bit for bit. Double backward works.
 
     Shapes: input (N, C, H, W); the output has the convolution's shape.
     Dtypes: as `functional.conv_batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
-    Raises: as `functional.batch_norm`; `InputError` for a pair that is not joined, and where a child has a
+    Kept: the input (4 bytes per element in float32) and 16 bytes per output channel.
+    Raises: as `functional.batch_norm`; `InputError` for a pair that cannot be joined, and if a child has a
     hook.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 

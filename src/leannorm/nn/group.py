@@ -1,4 +1,4 @@
-"""GroupNorm: torch's layer, computed by leannorm."""
+"""GroupNorm: torch's layer, with leannorm's kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
 
     Shapes: input (N, C, *), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per group of a sample.
     Raises: as `functional.group_norm`.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
@@ -43,7 +43,7 @@ class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
         return fast.group_norm(input, weight, bias, self.eps, act or self.activation, self.num_groups)
 
     def _normalize(self, input: Tensor, act: str | None = None, masking: Masking = UNMASKED) -> Tensor:
-        """With an activation, which another layer may compute."""
+        """`act`: an activation that follows the layer and is fused into this call."""
         of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         named: Any = dict(zip(("mask", "lengths", "fill"), masking, strict=True))
         act = act or self.activation
@@ -59,7 +59,7 @@ class GroupNormAct(GroupNorm):
         layer(x) = act(group_norm(x))
 
     `act` is one of <activations>. All other arguments and the state_dict keys are those of `GroupNorm`. The
-    name is timm's; its layer has the channels first, and reads drop layers too.
+    name is timm's; its layer takes the channels first, and also a drop layer.
 
     Shapes: as `GroupNorm`.
     Dtypes: as `functional.group_norm_act`.

@@ -1,4 +1,4 @@
-"""InstanceNorm1d, 2d and 3d: torch's layers, computed by leannorm."""
+"""InstanceNorm1d, 2d and 3d: torch's layers, with leannorm's kernels."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
         self.keep_statistics_in(stats_dtype)
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
-        """By the fast path, where there are no running statistics."""
+        """The fast path, if there are no running statistics."""
         parameters = self._parameters
         if self.track_running_stats or self._buffers.get("running_mean", input) is not None:
             return None
-        if not ("weight" in parameters and "bias" in parameters):  # a parametrization has them elsewhere
+        if not ("weight" in parameters and "bias" in parameters):  # with a parametrization they are elsewhere
             return None
         rank, weight, bias = self._get_no_batch_dim() + 1, parameters["weight"], parameters["bias"]
         return fast.instance_norm(input, weight, bias, self.eps, rank, self.num_features, act)
 
     def _normalize(self, input: Tensor, act: str = "identity", masking: Masking = UNMASKED) -> Tensor:
-        """With `track_running_stats` evaluation uses the running statistics, which training moves."""
+        """With `track_running_stats` evaluation uses the running statistics, which training updates."""
         if act != "identity":
             activation = ACTIVATIONS[act]
             y: Tensor = activation.module(**activation.parameters)(self._normalize(input, masking=masking))
             return y
-        # nothing here may depend on the input: it may be a proxy of torch.fx
+        # nothing here may depend on the input, which may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()
         return layer_instance_norm(
@@ -77,13 +77,13 @@ class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     E and the biased Var are over all positions of one channel of one sample. With `track_running_stats=True`
-    training moves `running_mean` and `running_var` (unbiased) towards the averages over the samples by
-    `momentum`, and evaluation uses them; `stats_dtype` is a dtype that they keep whatever the layer is cast
-    to. Parameters and defaults (no weight, no bias, no running statistics) are torch's.
+    training updates `running_mean` and `running_var` (unbiased) with the averages over the samples by
+    `momentum`, and evaluation uses them; they keep `stats_dtype` whatever the layer is cast to. Parameters
+    and defaults (no weight, no bias, no running statistics) are torch's.
 
     Shapes: input (N, C, L) or (C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel of a sample.
     Raises: as `functional.instance_norm`, and `InputError` for another number of axes or of channels.
     Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
 

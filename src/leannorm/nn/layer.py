@@ -21,12 +21,12 @@ class LayerNorm(RowLayer, torch.nn.LayerNorm):
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     E and the biased Var are over the normalized axes: the last ones, whose sizes are `normalized_shape` (an
-    int: the last one alone), or with `dim` that single axis. `LayerNorm(C, dim=1)` takes (N, C, H, W) in any
+    int: only the last one), or with `dim` that single axis. `LayerNorm(C, dim=1)` takes (N, C, H, W) in any
     layout, moves no axis, and loads the checkpoints of a `LayerNorm2d`. All other arguments are torch's.
 
-    Shapes: any input; output as input, in its layout where it is dense.
+    Shapes: any input; output as input, in its layout if it is dense.
     Dtypes: as `functional.layer_norm`.
-    Kept: the input (4 bytes an element in float32) and 8 bytes a row (16 in float64).
+    Kept: the input (4 bytes per element in float32) and 8 bytes per row (16 in float64).
     Raises: as `functional.layer_norm`.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, arXiv:1607.06450.
 
@@ -79,7 +79,7 @@ class RMSNorm(RowLayer, torch.nn.RMSNorm):
 
     Shapes: as `LayerNorm`.
     Dtypes: as `functional.rms_norm`.
-    Kept: the input (4 bytes an element in float32) and 4 bytes a row (8 in float64).
+    Kept: the input (4 bytes per element in float32) and 4 bytes per row (8 in float64).
     Raises: as `functional.rms_norm`.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
@@ -109,7 +109,7 @@ class RMSNorm(RowLayer, torch.nn.RMSNorm):
             _checks.non_negative_eps(eps)
         _checks.weight_offset(weight_offset)
         _checks.cast(cast)
-        self.weight_offset, self.cast = weight_offset, cast  # the first is read while parameters are made
+        self.weight_offset, self.cast = weight_offset, cast  # the first is read while the parameters are made
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim

@@ -1,4 +1,4 @@
-"""The lengths of sequences behind a convolution or a pooling."""
+"""The lengths of sequences after a convolution or a pooling."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _LAYERS = (
 
 
 def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Tensor:
-    """The lengths of sequences behind a convolution or a pooling along their last axis.
+    """The lengths of sequences after a convolution or a pooling along their last axis.
 
         out = floor((length + padding - dilation * (kernel - 1) - 1) / stride) + 1
 
-    `padding` is that of both ends. `layer` is torch's convolution, transposed convolution, max, average or LP
-    pooling of any rank, or a `ConvBatchNorm`; the last of its sizes is read, and `ceil_mode` is. An empty
-    sequence, or one of which the layer makes nothing, has length 0. Ask each of several layers in turn. The
+    `padding` is that of both ends. `layer` is a convolution, transposed convolution, max, average or LP
+    pooling of torch of any rank, or a `ConvBatchNorm`; its last size and its `ceil_mode` are used. An empty
+    sequence, or one that gives no output, has length 0. For several layers, call it for each in turn. The
     host reads no value.
 
     Returns: int64, of the shape and on the device of `lengths`.
-    Raises: `InputError` where lengths are no integers or the layer is another.
+    Raises: `InputError` if lengths are not integers or the layer is of another kind.
     Source: the shapes in the documentation of `torch.nn.Conv1d`, `MaxPool1d` and `ConvTranspose1d`.
 
     >>> import torch
@@ -52,7 +52,7 @@ def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Ten
         )
     kernel, dilation = _last(conv.kernel_size), _last(getattr(conv, "dilation", 1))
     stride = kernel if conv.stride is None else _last(conv.stride)
-    reach = dilation * (kernel - 1) + 1  # of one output
+    reach = dilation * (kernel - 1) + 1  # the input positions that one output reads
     if isinstance(conv, _TRANSPOSED):
         both = 2 * _last(conv.padding)
         behind = (lengths - 1) * stride - both + reach + _last(conv.output_padding)
@@ -68,12 +68,12 @@ def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Ten
 
 
 def _last(value: Any) -> int:
-    """Along the last axis, of one size for all axes or one for each."""
+    """The value along the last axis, given once for all axes or once per axis."""
     return int(value[-1] if isinstance(value, (tuple, list)) else value)
 
 
 def _padding(conv: Any, reach: int) -> tuple[int, int]:
-    """In front, and at both ends."""
+    """The padding in front, and at both ends."""
     padding = getattr(conv, "padding", 0)
     if isinstance(padding, str):
         both = reach - 1 if padding == "same" else 0

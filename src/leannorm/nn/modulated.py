@@ -1,4 +1,4 @@
-"""AdaLayerNorm, AdaRMSNorm and RMSNormGated: torch's layers, which are given more than an input.
+"""AdaLayerNorm, AdaRMSNorm and RMSNormGated: torch's layers with further inputs.
 
 The names are those of the field: diffusers calls the norms of its transformers AdaLayerNorm and its variants,
 mamba_ssm, fla and transformers end the gated one's in RMSNormGated.
@@ -19,13 +19,13 @@ from leannorm.ops.activation import lists_activations
 
 
 class AdaLayerNorm(LayerNorm):
-    """Layer norm with a scale and a shift of each sample or token, which are given with the input.
+    """Layer norm with a scale and a shift per sample or token, which are passed with the input.
 
         layer(x, scale, shift) = layer_norm(x) * (1 + scale) + shift
 
-    It is the norm alone: the projection that makes scale and shift stays the model's own, as in DiT's
-    `modulate(norm(x), shift, scale)`. Arguments are those of `torch.nn.LayerNorm`, but by default it has no
-    weight and bias of its own, whose place scale and shift take.
+    It is only the norm: the model computes scale and shift itself, as in DiT's `modulate(norm(x), shift,
+    scale)`. Arguments are those of `torch.nn.LayerNorm`, but by default it has no weight and bias of its own,
+    since scale and shift replace them.
 
     Shapes: as `functional.ada_layer_norm`.
     Dtypes: as `functional.ada_layer_norm`.
@@ -51,13 +51,13 @@ class AdaLayerNorm(LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over what follows their axes."""
+        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over the axes after their own."""
         shape, weight, bias = self.normalized_shape, self.weight, self.bias
         return ada_layer_norm(input, shape, scale, shift, self.eps, weight, bias)
 
 
 class AdaRMSNorm(RMSNorm):
-    """RMS norm with a scale (and a shift) of each sample or token, which are given with the input.
+    """RMS norm with a scale (and a shift) per sample or token, which are passed with the input.
 
         layer(x, scale, shift) = rms_norm(x) * (1 + scale) + shift
 
@@ -85,13 +85,13 @@ class AdaRMSNorm(RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def forward(self, input: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over what follows their axes."""
+        """norm(input) * (1 + scale) + shift; scale and shift are broadcast over the axes after their own."""
         return ada_rms_norm(input, self.normalized_shape, scale, self.eps, self.weight, shift)
 
 
 @lists_activations
 class RMSNormGated(RMSNorm):
-    """RMS norm times an activated gate, which is given with the input.
+    """RMS norm times an activated gate, which is passed with the input.
 
         layer(x, gate) = rms_norm(x) * act(gate)      or, with norm_before_gate=False, rms_norm(x * act(gate))
 
@@ -126,7 +126,8 @@ class RMSNormGated(RMSNorm):
         self.activation, self.norm_before_gate = act, norm_before_gate
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """The norm of `input` and the activated `gate`, of one shape, as `norm_before_gate` says."""
+        """The norm of `input` and the activated `gate`, which have one shape, in the order of
+        `norm_before_gate`."""
         settings = self.eps, self.activation, self.norm_before_gate
         return gated_rms_norm(input, gate, self.normalized_shape, self.weight, *settings, cast=self.cast)
 

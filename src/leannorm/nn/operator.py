@@ -21,12 +21,12 @@ class BatchNormOp(HasStatistics, Layer):
 
     This is the `batch_norm_layer` of the operator's design. `train()` runs the training operator, `eval()`
     the inference operator (`is_infer`), on the same variables. The first training batch sets `estimated_mean`
-    and `estimated_var` (biased) to its own statistics, each later one moves them. With `use_global_est`
-    training normalizes by the estimates just moved, as constants.
+    and `estimated_var` (biased) to its own statistics, each later one updates them. With `use_global_est`
+    training normalizes by the updated estimates, as constants.
 
     Shapes: input (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32) and 16 bytes a channel.
+    Kept: the input (4 bytes per element in float32) and 16 bytes per channel.
     Raises: as `functional.batch_norm`.
     Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
 
@@ -68,7 +68,8 @@ class BatchNormOp(HasStatistics, Layer):
         self.keep_statistics_in(stats_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` normalized as `functional.batch_norm_op` does; training moves the estimates and the counter."""
+        """`x` normalized as `functional.batch_norm_op` does; training updates the estimates and the
+        counter."""
         if self.stats_dtype is not None:
             self._cast_back()
         result = batch_norm_op(
@@ -84,7 +85,7 @@ class BatchNormOp(HasStatistics, Layer):
             batch_id=self.batch_id,
             data_layout=self.data_layout,
         )
-        if self.training and x.numel() and not (frozen() or rebuilding()):  # an empty batch moves nothing
+        if self.training and x.numel() and not (frozen() or rebuilding()):  # an empty batch updates nothing
             self.batch_id.add_(1)
         return result.y
 

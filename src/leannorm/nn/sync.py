@@ -20,7 +20,7 @@ from leannorm.nn._base import BatchNormBase
 from leannorm.ops.modes import traced
 
 _constructed = itertools.count(1)
-# forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
+# forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes per channel
 _REMEMBERED = 32
 
 # the attributes that `share` sets
@@ -42,7 +42,7 @@ class Synchronized(SharesStatistics, BatchNormBase):
         debug_consistency: bool = False,
         name: str | None = None,
     ) -> None:
-        """Set the ranks to share with; `name` is the layer's name in errors, in place of its number."""
+        """Set the ranks to share with; `name` is the layer's name in errors, instead of its number."""
         _checks.timeout(timeout)
         self.process_group, self.timeout = process_group, timeout
         self.debug_consistency = debug_consistency
@@ -67,19 +67,20 @@ class Synchronized(SharesStatistics, BatchNormBase):
 
     def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
         y = super()._fast(input, act)
-        if y is not None:  # else `_normalize` notes it
+        if y is not None:  # otherwise `_normalize` notes it
             self._note_evaluation()
         return y
 
     def _note_evaluation(self) -> None:
-        """For the other ranks, which may be waiting for this one; without connecting to them."""
+        """Note it for the other ranks, which may be waiting for this one, without connecting to them."""
         if not (self.training or traced()):
             group = connected_group(self.process_group)
             if group is not None:
                 note_evaluation(group, self.layer_name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        """The copy shares with the same ranks (a process group cannot be copied) and remembers no passes."""
+        """A copy shares with the same ranks (a process group cannot be copied) and remembers no forward
+        passes."""
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
         memo[id(self.process_group)] = self.process_group
@@ -98,30 +99,30 @@ class SyncBatchNorm(Synchronized):
 
     E and Var are over the batches of all ranks in `process_group`: a group of torch.distributed, a
     `DeviceMesh` (`mesh["dp"]`), "node" (the ranks on one host), or None (all). The ranks' batches and image
-    sizes may differ, a batch may be empty. With one rank or none it is `BatchNorm`, bit for bit. Works on any
-    device whose backend has `all_reduce`: gloo on CPU, NCCL on GPU. Replaces `torch.nn.SyncBatchNorm`, same
-    state_dict both ways; derives from `_BatchNorm`, since DistributedDataParallel refuses torch's class on
-    CPU.
+    sizes may differ, and a batch may be empty. With one rank, or without a process group, it equals
+    `BatchNorm` bit for bit. Works on any device whose backend has `all_reduce`: gloo on CPU, NCCL on GPU.
+    Replaces `torch.nn.SyncBatchNorm`, same state_dict both ways; derives from `_BatchNorm`, since
+    DistributedDataParallel rejects torch's class on CPU.
 
-    Costs one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
-    to a multiple of 4 KiB, for any number of ranks (over gloo on CPUs a gather, while that is small); the
-    host does not wait for the device. Evaluation does not communicate, without running statistics either.
+    It costs one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes with the C of the widest layer,
+    rounded up to a multiple of 4 KiB, for any number of ranks (over gloo on CPUs a gather, if that is small).
+    The host does not wait for the device. Evaluation does not communicate, even without running statistics.
 
     Within `leannorm.distributed.no_sync()` each rank uses its own statistics;
     `leannorm.distributed.join(model)` lets ranks run out of batches. A pass repeated by
     `torch.utils.checkpoint` neither communicates nor updates.
 
-    `stats_dtype` is that of `BatchNorm1d`. With `group_size` every group is of one rank's samples, so that
-    only the running statistics, of all ranks' batches, need an `all_reduce`, one forward.
+    `stats_dtype` is that of `BatchNorm1d`. With `group_size` every group is of one rank's samples, so only
+    the running statistics, of all ranks' batches, need an `all_reduce`, one forward.
 
     Shapes: input (N, C, *), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
-    Kept: the input (4 bytes an element in float32), 16 bytes a channel, and 8 bytes.
-    Raises: as `functional.batch_norm`. `SyncError`, the same on all ranks, where they disagree (another
-    layer, mode, number of channels, eps, momentum or tracking of statistics): on an accelerator at one of the
-    next calls, or at once with `debug_consistency`. `SyncError` on the other ranks, with its name, where a
-    rank is missing for `timeout` seconds (default and at most: the group's own); NCCL needs
-    `debug_consistency` for this, else torch's watchdog ends the process.
+    Kept: the input (4 bytes per element in float32), 16 bytes per channel, and 8 bytes.
+    Raises: as `functional.batch_norm`. `SyncError`, the same on all ranks, if they disagree (another layer,
+    mode, number of channels, eps, momentum or tracking of statistics): on an accelerator at one of the next
+    calls, or at once with `debug_consistency`. `SyncError` on the other ranks, with its name, if a rank is
+    missing for `timeout` seconds (default and at most: the group's own); NCCL needs `debug_consistency` for
+    this, otherwise torch's watchdog ends the process.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167; the merge: Chan, Golub and LeVeque, 1983.
 
     >>> import torch

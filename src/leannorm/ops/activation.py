@@ -1,4 +1,4 @@
-"""Each activation: forward, derivative from its input, and from its output where that determines it.
+"""Each activation: forward, and its derivative from the input, and from the output if that determines it.
 
 The derivatives agree with torch's at the kinks (relu'(0) = 0, hardtanh'(±1) = 0), so fusing a norm with
 its activation changes no gradient.
@@ -40,7 +40,7 @@ def _gelu_grad(z: Tensor) -> Tensor:
 
 def _gelu_tanh_grad(z: Tensor) -> Tensor:
     k, a = math.sqrt(2 / math.pi), 0.044715
-    z = z.clamp(-10, 10)  # past these it is 0 or 1, and z * z may be infinite
+    z = z.clamp(-10, 10)  # beyond these it is 0 or 1, and z * z may be infinite
     t = torch.tanh(k * (z + a * z * z * z))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * a * z * z)
 
@@ -61,7 +61,7 @@ def _hardswish_grad(z: Tensor) -> Tensor:
 
 
 def _positive(z: Tensor) -> Tensor:
-    return (~(z <= 0)).to(z.dtype)  # at NaN 1, as torch's
+    return (~(z <= 0)).to(z.dtype)  # 1 at NaN, as in torch
 
 
 # in the order of csrc/activation.h and of Triton's branches, which compute the same
@@ -111,7 +111,8 @@ Documented = TypeVar("Documented", bound=Callable[..., object])
 
 
 def lists_activations(documented: Documented) -> Documented:
-    """Replace the marks in a docstring by names of the table: all, those with a `from_output`, the others."""
+    """Replace the marks in a docstring by names of the table: all of them, those with a `from_output`, the
+    others."""
     paragraphs = (documented.__doc__ or "").split("\n\n")
     for i, text in enumerate(paragraphs):
         for mark, names in _LISTS.items():

@@ -1,4 +1,4 @@
-"""A backend's kernels for calls that may be handed to them as they are: `autograd/fast.py` says which."""
+"""A backend's kernels for calls that are passed to them as they are; `autograd/fast.py` decides which."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from leannorm.ops.schema import OPS
 
 
 class RefusedError(Exception):
-    """The kernel has refused its arguments, or knows no such call, and nothing has been written."""
+    """The kernel has rejected its arguments, or knows no such call, and has written nothing."""
 
 
 class AsGiven(CompiledModulated):
-    """The kernels of `whole`, which are handed tensors as they are given: none but dy is laid out first.
+    """The kernels of `whole`, which get tensors as they are: only dy is brought into another layout first.
 
     Verbs are operators, without a residual and a mask. Those of a forward pass raise `RefusedError`.
     """
@@ -65,18 +65,19 @@ class AsGiven(CompiledModulated):
 
     def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
         mean, var, *_ = running
-        if self.launches:  # in one
+        if self.launches:  # fused into one
             return self.ops.channel_evaluate(x, mean, var, eps, *epilogue)
         return self.ops.channel_normalize(x, *self.ops.constants_of(mean, var, eps), *epilogue, None)
 
 
 FORWARD = "channel_forward", "channel_forward_tracked_", "channel_normalize", "constants_of", "row_forward"
 BACKWARD = "channel_backward", "channel_grad_sums", "channel_input_grad", "row_backward"
-EVALUATE = "channel_evaluate"  # Triton's alone
+EVALUATE = "channel_evaluate"  # Triton only
 
 
 def _of_cpu(name: str) -> Callable[..., Any]:
-    """The operator, called at torch's dispatcher: what torch.ops puts around it is a part of a small call."""
+    """The operator, called at torch's dispatcher: the wrapper in torch.ops costs time that matters in a small
+    call."""
     schema = torch._C._dispatch_find_schema_or_throw(f"leannorm::{name}", "")
     call = partial(torch._C._dispatch_call_boxed, schema)
 

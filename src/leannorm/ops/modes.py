@@ -26,7 +26,7 @@ _BY_FLAG = RELEASE < (2, 13)
 
 
 def traced() -> bool:
-    """Is this code being traced by torch's compiler, or exported?
+    """Whether this code is being traced by torch's compiler, or exported.
 
     `torch.compiler.is_compiling()` and `is_exporting()` are true for all threads while one compiles or
     exports; a thread that exports is in modes of torch's.
@@ -35,11 +35,11 @@ def traced() -> bool:
 
 
 def recording() -> bool:
-    """Does a tracer of torch's (`make_fx`, AOTAutograd) write this eager call into a graph?
+    """Whether one of torch's tracers (`make_fx`, AOTAutograd) records this eager call in a graph.
 
-    It writes operators below autograd, or (`pre_dispatch`) that an autograd function's forward runs without
-    gradients: either way the function's derivative is lost. Whoever differentiates the graph has only its
-    operators, so that these must be plain torch's.
+    It records operators below autograd, or (`pre_dispatch`) an autograd function's forward without gradients:
+    either way the function's derivative is lost. Code that differentiates the graph has only its operators,
+    so these must be plain torch's.
     """
     if _by_dynamo() or not (_dispatch_modes() or _included(_above_autograd)):
         return False
@@ -49,7 +49,7 @@ def recording() -> bool:
 
 
 def _compiling() -> bool:
-    """Does torch compile, a forward pass or (compiled autograd) a backward pass?
+    """Whether torch compiles a forward pass or (compiled autograd) a backward pass.
 
     It traces both, and differentiates neither again: in its graphs kernels stay kernels.
     """
@@ -58,20 +58,22 @@ def _compiling() -> bool:
 
 
 def in_no_mode(run: Callable[[], _T]) -> _T:
-    """`run()` in a thread of its own, which is in no mode that the caller may be in."""
+    """`run()` in a thread of its own, which is not in the caller's modes."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Is a functorch transform, forward-mode AD or a tracer active? Then only plain torch operations work.
+    """Whether a functorch transform, forward-mode AD or a tracer is active, so that only plain torch
+    operations work.
 
-    In compiled code too: there torch drops the backward pass of an autograd function under `torch.func.grad`.
+    This includes compiled code, where torch drops the backward pass of an autograd function under
+    `torch.func.grad`.
     """
     compiling = traced()
     if compiling and _within_transforms():
         return True
-    if forward_ad._current_level >= 0:  # compiled code looks again before each call
+    if forward_ad._current_level >= 0:  # compiled code checks again before each call
         return True
     if compiling:
         return False
@@ -87,9 +89,10 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 
 def _within_transforms() -> bool:
-    """Asked while a compiler traces, of transforms around the code and of those that it has entered by then.
+    """Called while a compiler traces; counts transforms around the code and those that it has entered by
+    then.
 
-    The answer is kept; torch itself compiles again for tensors of another transform.
+    The answer is cached; torch itself compiles again for tensors of another transform.
     """
     return bool(_functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0)
 
@@ -98,18 +101,18 @@ _within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exporting() -> bool:
-    """Is this call written into an exported graph: by `torch.export`, or by TorchScript's tracer?
+    """Whether this call is written into an exported graph, by `torch.export` or by TorchScript's tracer.
 
-    ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
+    ONNX's two exporters and AOTInductor use one of them. This is the one place that decides.
     """
     if traced():
         # torch 2.10 compiles is_exporting() as if it were true, but reads the flag behind it
         return torch.compiler._is_exporting_flag if _BY_FLAG else torch.compiler.is_exporting()
-    return _tracing()  # torch.jit.is_tracing, at a third of its time
+    return _tracing()  # torch.jit.is_tracing, in a third of its time
 
 
 def sharded(*tensors: Tensor | None) -> bool:
-    """Is one a DTensor? Then `functional/shards.py` runs the norm on local tensors."""
+    """Whether one is a DTensor, for which `functional/shards.py` runs the norm on local tensors."""
     for t in tensors:  # noqa: SIM110 (compilers of all releases trace a loop; the class may not be imported)
         if t is not None and hasattr(t, "placements"):
             return True
@@ -117,7 +120,7 @@ def sharded(*tensors: Tensor | None) -> bool:
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Does autograd record this call? Without it a Function only costs time."""
+    """Whether autograd records this call; otherwise a Function only costs time."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
@@ -126,30 +129,32 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 
 def differentiable(*tensors: Tensor | None) -> bool:
-    """May autograd, a transform or a compiler record this call? Then nothing may be written in place."""
+    """Whether autograd, a transform or a compiler may record this call, so that nothing may be written in
+    place."""
     return torch.is_grad_enabled() or traced() or transformed(*tensors)
 
 
 def many_at_once(dy: Tensor) -> bool:
-    """Is this several gradients (`is_grads_batched=True`, `vmap`), which one tensor cannot hold?"""
+    """Whether these are several gradients (`is_grads_batched=True`, `vmap`), which do not fit in one
+    tensor."""
     if traced():
         return False
     return bool(_functorch.is_legacy_batchedtensor(dy)) or transformed(dy)
 
 
 def rebuilding() -> bool:
-    """Is this forward pass a recompute by a backward pass (checkpointing)?"""
+    """Whether this forward pass is a recompute by a backward pass (checkpointing)."""
     return not traced() and _backward_pass() != -1
 
 
 def capturing(x: Tensor) -> bool:
-    """Is a CUDA graph being captured? Then the host may not wait for the device or copy to it."""
+    """Whether a CUDA graph is being captured, so that the host may not wait for the device or copy to it."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def autocasts(x: Tensor) -> bool:
-    """Is autocast on where this tensor is? (On the meta device torch has none, and asking is an error.)"""
+    """Whether autocast is on for this tensor's device. (The meta device has none, and asking is an error.)"""
     device = x.device.type
-    # asked outside of compiled code alone: in torch 2.10 it breaks the graph
+    # not called in compiled code: in torch 2.10 it breaks the graph
     known = traced() or torch.amp.is_autocast_available(device)
     return device != "meta" and known and torch.is_autocast_enabled(device)

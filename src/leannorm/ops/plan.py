@@ -1,4 +1,4 @@
-"""Shapes to integers: how a tensor is seen as (outer, kept, inner), before any tensor is touched.
+"""Shapes to integers: how a tensor is viewed as (outer, kept, inner), before any tensor is touched.
 
 Both families read the same three numbers. Per channel: statistics of each `kept` index, over outer and
 inner. Per row: statistics over `kept`, one for each (outer, inner).
@@ -42,7 +42,7 @@ def statistics_shape(shape: Sequence[int], groups: int = 0) -> tuple[int, ...]:
 
 
 def values_per_channel(shape: Sequence[int]) -> int:
-    """How many values of an (N, C, *) tensor each channel's statistics are over."""
+    """How many values of an (N, C, *) tensor each channel's statistics cover."""
     return shape[0] * prod(shape[2:])
 
 
@@ -52,5 +52,5 @@ def row_plan(shape: Sequence[int], start: int, stop: int) -> Plan:
 
 
 def row_statistics_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """Shape of the per-row statistics: the input's, with 1 in place of every normalized axis."""
+    """Shape of the per-row statistics: the input's, with 1 for every normalized axis."""
     return (*shape[:start], *(1,) * (stop - start), *shape[stop:])

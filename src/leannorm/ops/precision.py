@@ -16,10 +16,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype) for what an autograd function returns: no call where there is nothing to cast.
+    """x.to(dtype) for what an autograd function returns: no call if there is nothing to cast.
 
-    torch 2.11 compiles such a function to one that returns all that was made on the way. A tensor that is
-    there twice, before and after a cast that does nothing, gets the gradient of the second place: zero.
+    torch 2.11 compiles such a function to one that also returns all intermediate tensors. A tensor that
+    occurs twice, before and after a cast that does nothing, gets the gradient of the second occurrence: zero.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -32,7 +32,7 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 def gradient_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     """Gradients of per-channel parameters: the weight's dtype, but on the CPU not less than float32.
 
-    On a device a cast is one more launch, so the kernels there store what autograd takes.
+    On a device a cast is one more launch, so the kernels there store the dtype that autograd takes.
     """
     if weight is None or weight.dtype == torch.float64:
         return statistics_dtype(x)
@@ -50,16 +50,16 @@ def sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype)
         return deviation.sum(dims, keepdim=True).to(dtype)
     scale = deviation.detach().abs().amax(dims, keepdim=True)
     scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    # not a norm, which has no second derivative at 0, where constant input is
+    # not a norm, which has no second derivative at 0, the value of constant input
     squares: Tensor = (deviation / scale).square().sum(dims, keepdim=True)
     return squares.to(dtype) * scale.to(dtype).square()
 
 
 def power(v: Tensor, exponent: float) -> Tensor:
-    """v ** exponent, of -0.5, 0.5 or -1.
+    """v ** exponent, for -0.5, 0.5 or -1.
 
-    torch's functions of these save their result, which a tracer below autograd writes down detached: a graph
-    that has a backward pass in it would lack terms of the second derivative. torch.pow, which gives the same
+    torch's functions for these save their result, which a tracer below autograd records detached: a graph
+    with a backward pass in it would lack terms of the second derivative. torch.pow, which gives the same
     values, saves its input.
     """
     return v.pow(exponent) if recording() else _POWERS[exponent](v)

@@ -19,10 +19,10 @@ _frozen = False
 def no_stats_update() -> Iterator[None]:
     """Within the context, training uses the batch's statistics, and running statistics and counters stay.
 
-    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
-    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
-    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
-    it too. `torch.compile` compiles once more for it.
+    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). It applies
+    to all layers and functions of leannorm but not to torch's, so `convert` the model first. A backward pass
+    may come after the context. The setting is process-wide, as torch's own flags are, so it also applies to
+    replicas in threads. `torch.compile` compiles once more for it.
 
     Raises: nothing.
 
@@ -42,13 +42,14 @@ def no_stats_update() -> Iterator[None]:
 
 
 def frozen() -> bool:
-    """Do running statistics stay as they are? Then training goes as for a layer that has none."""
+    """Whether running statistics stay as they are, so that training works as for a layer without them."""
     return _frozen
 
 
 def _end(running: Tensor, value: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
-    """running + factor * (value - running), in its dtype, and whether the batch may move it (see below)."""
-    dtype = torch.promote_types(running.dtype, torch.float32)  # in half precision small steps are lost
+    """running + factor * (value - running), in its dtype, and whether the batch may be counted (see
+    below)."""
+    dtype = torch.promote_types(running.dtype, torch.float32)  # small steps are lost in half precision
     weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
     end = torch.lerp(running.to(dtype), value.to(dtype), weight).to(running.dtype)
     kept = end.isfinite() | ~running.isfinite()
@@ -93,26 +94,26 @@ class RunningVerbs:
     """What evaluation reads, and the update by a batch's statistics."""
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Mean and rstd of evaluation; copies, so that later training may change the buffers."""
+        """Mean and rstd of evaluation, as copies, so that later training may change the buffers."""
         dtype = statistics_dtype(running_mean)
         return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
 
     def move_running(self, running: Running, moments: Moments) -> None:
-        """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
+        """Update the running mean and (unbiased) variance with a batch's by `momentum`, and count the batch.
 
-        In place; what is None is skipped. `momentum=None` weighs the batch by 1 / the number of batches,
+        In place; None is skipped. `momentum=None` weights the batch by 1 / the number of batches,
         computed on the device. The number of batches may have any dtype, which then rounds the count, as in
         torch.
 
-        All move, or none: nothing changes for an empty batch, where one of the batch's statistics is not
-        finite, or where one of the running ones, being finite, would no longer be (in float16 a variance soon
-        is not).
+        All are updated, or none: nothing changes if the batch is empty, if one of its statistics is not
+        finite, or if a finite running statistic would no longer be finite (in float16 a variance soon is
+        not).
         """
         running_mean, running_var, num_batches, momentum = running
         mean, m2, count = moments.mean, moments.m2, moments.count
         if isinstance(count, int) and count == 0:
             return
-        # known on the device alone: 0 if the batch is empty on all ranks
+        # only the device knows it: 0 if the batch is empty on all ranks
         moves: bool | Tensor = (count > 0).detach() if isinstance(count, Tensor) else True
         if running_mean is not None and running_var is not None:
             factor: float | Tensor = 0.0 if momentum is None else momentum

@@ -1,20 +1,20 @@
 """The schema and the fake of every operator that has kernels; the backends register the kernels.
 
 `groups` is 0 for statistics of the batch, G of each sample's G groups of channels, -B of every B samples.
-`mask` of a per-channel norm is bool (samples, positions), contiguous: what is False is not read, and gets
-zeros; it goes with no groups of samples. `count`, float64 () or (samples, 1), is what it leaves of each
-statistic.
+`mask` of a per-channel norm is bool (samples, positions), contiguous: positions that are False are not read,
+and get zeros; groups of samples take none. `count`, float64 () or (samples, 1), is the number of values that
+it leaves to each statistic.
 
-The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums and
-means of gradients) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype
-and, where that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's
-output, given where the derivative is computed from it. With `constant` no gradient goes through the
-statistics, as in evaluation. Results are None where they are not asked for: `count` without a mask, `dz` (the
-residual's gradient); `total` (input plus residual) is empty without a residual. `dweight`
-and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
-are not wanted, and `dbias` of RMS norm always is. `valid` of a row norm is bool, contiguous, an entry for
-each row in the order of the statistics: what is False is not read, and gets zeros.
-Callers hand in tensors that are contiguous or channels_last, all of one layout, but for `ANY_LAYOUT`.
+The verbs are defined by `ops/backends/reference.py`. Per-channel statistics (mean, m2, rstd, sums and means
+of gradients) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and,
+if that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
+given if the derivative is computed from it. With `constant` no gradient goes through the statistics, as in
+evaluation. Results that were not requested are None: `count` without a mask, `dz` (the residual's gradient);
+`total` (input plus residual) is empty without a residual. `dweight` and `dbias` have the dtypes of
+`gradient_dtype` and `row_gradient_dtype`; for row norms they are empty if not requested, and `dbias` of RMS
+norm always is. `valid` of a row norm is bool, contiguous, with an entry for each row in the order of the
+statistics: rows that are False are not read, and get zeros. Callers pass tensors that are contiguous or
+channels_last, all of one layout, except to `ANY_LAYOUT`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _SCHEMAS = (
 )
 
 # of (rows, kept): a factor, an addend and a gate of the sum are (groups, kept), of the compute dtype, a line
-# for rows / groups rows that follow each other; sums over a group's rows are too. A line a row may have the
-# dtype of x, and then their sums do
+# for rows / groups consecutive rows; sums over a group's rows are too. A line per row may have the dtype of
+# x, and then their sums do
 _MODULATED = (
     "row_ada_forward(Tensor x, Tensor? branch, Tensor? gate, Tensor factor, Tensor addend, float one,"
     " float eps, bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
@@ -204,7 +204,7 @@ def _(x: Tensor, branch: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Ten
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, factor, _, _, want_sums = rest
     groups = factor.shape[0] if want_sums else 0
-    # the sum over one row is dy, and not given
+    # the sum over one row is dy, and is not returned
     counts = groups, 0 if groups == x.shape[0] else groups
     of_xhat, plain = (_lines(x, n, x.shape[1], dtype=factor.dtype) for n in counts)
     return torch.empty_like(x), of_xhat, plain

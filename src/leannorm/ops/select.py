@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why the others do not."""
+"""Which backend computes a call, and why the others cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AUTO = "auto"
 _PICKED: dict[Hashable, Backend] = {}
 _cpu_serves: bool | None = None  # not known yet
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
-_LARGE = 1 << 16  # elements of a tensor for which it matters that the kernels are missing
+_LARGE = 1 << 16  # elements of a tensor from which on missing kernels matter
 _warned = False
 
 
@@ -32,12 +32,13 @@ def _named(name: str) -> Backend:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the context every call is served by the backend `name`, or raises; `auto` chooses again.
+    """Within the context every call uses the backend `name`, or raises; `auto` chooses again.
 
-    Process-wide, as torch's own backend flags are: do not change it from several threads at once.
+    The setting is process-wide, as torch's own backend flags are: do not change it from several threads at
+    once.
 
     Raises: `InputError` for an unknown name; within the context, `BackendUnavailableError` for a call that
-    the backend cannot serve.
+    the backend cannot compute.
 
     >>> import torch, leannorm
     >>> with leannorm.use_backend("reference"):
@@ -55,7 +56,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def pick(*tensors: Tensor | None) -> Backend:
-    """The backend for a call on these tensors: the one chosen by name, else the first that can serve."""
+    """The backend for a call on these tensors: the one chosen by name, otherwise the first that can compute
+    it."""
     if _chosen != AUTO:
         backend = _named(_chosen)
         reasons = backend.why_not(*tensors, named=True)
@@ -66,7 +68,7 @@ def pick(*tensors: Tensor | None) -> Backend:
 
 
 def picks_cpu() -> bool:
-    """Would `pick` choose the CPU's kernels for any dense CPU tensors of a dtype that they take?"""
+    """Whether `pick` would choose the CPU's kernels for any dense CPU tensors of a dtype that they take."""
     global _cpu_serves
     if _cpu_serves is None:
         _cpu_serves = not CPU.why_not()
@@ -74,7 +76,7 @@ def picks_cpu() -> bool:
 
 
 def picks_triton(x: Tensor) -> bool:
-    """Would `pick` choose Triton's kernels for tensors like this one?"""
+    """Whether `pick` would choose Triton's kernels for tensors like this one."""
     if x.layout is not torch.strided:
         return False
     if _chosen != AUTO:
@@ -83,7 +85,7 @@ def picks_triton(x: Tensor) -> bool:
 
 
 def first_of_all(*tensors: Tensor | None) -> Backend:
-    """The first backend that can serve these tensors, whichever was named."""
+    """The first backend that can compute on these tensors, whichever was chosen by name."""
     if traced():
         return _first(tensors)
     # cached: the choice depends on nothing else of the tensors
@@ -101,7 +103,7 @@ def first_of_all(*tensors: Tensor | None) -> Backend:
 
 
 def _warn_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> None:
-    """Say that the C++ kernels are missing: once, at the first large tensor."""
+    """Warn that the C++ kernels are missing, once, at the first large tensor."""
     global _warned
     if any(t is not None and t.numel() >= _LARGE for t in tensors):
         _warned = True
@@ -127,9 +129,9 @@ def _first(tensors: tuple[Tensor | None, ...]) -> Backend:
 
 
 def backends(*tensors: Tensor | None) -> dict[str, list[str]]:
-    """For every backend, in order of preference, the reasons why it cannot serve (none: it can).
+    """For every backend, in order of preference, the reasons why it cannot be used (none: it can).
 
-    With `tensors`, the reasons why it cannot serve a call on these.
+    With `tensors`, the reasons why it cannot be used for a call on these.
 
     Raises: nothing.
 

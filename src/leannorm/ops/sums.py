@@ -3,7 +3,7 @@
 Taking statistics from the plain sums n, n*mean and M2 + n*mean**2 cancels: in float64 the variance has no
 correct digit once mean/std passes 1e8, and at 1e4 it has lost half of them. Here the mean is split into
 its 12 leading bits s and the rest d. The sums of n*s and n*s*s are whole multiples of one unit, which
-float64 adds without rounding up to 2**29 values a channel, and everything else is 2**11 times smaller.
+float64 adds without rounding up to 2**29 values per channel, and everything else is 2**11 times smaller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from leannorm._types import Moments
 from leannorm.ops.precision import power
 
-HEADER = 7  # values before the sums: active, two tokens and their squares, the size asked for, the count
+HEADER = 7  # values before the sums: active, two tokens and their squares, the requested size, the count
 
 _SPLIT = float(2**41 + 1)  # Veltkamp's constant, which keeps 53 - 41 = 12 bits
 
@@ -29,7 +29,7 @@ def _leading_bits(v: Tensor) -> Tensor:
 
 
 def _if_finite(lead: Tensor, rest: Tensor) -> Tensor:
-    """The rest to add to the leading bits: 0 where these are infinite or NaN."""
+    """The rest to add to the leading bits: 0 if these are infinite or NaN."""
     return torch.where(lead.isfinite(), rest, torch.zeros_like(rest))
 
 

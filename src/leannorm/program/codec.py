@@ -39,7 +39,7 @@ _META = ("branch", "scopes", "writes")
 
 
 class RefusedError(Exception):
-    """The file is not of this format, or it names something that a program may not use."""
+    """The file is not of this format, or it contains a name that a program may not use."""
 
 
 def encode_graph(graph: fx.Graph, root: torch.nn.Module) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A program as one file: a zip archive of one JSON text and the raw bytes of each storage.
 
 Nothing in it is pickled. Reading parses JSON, copies numbers, and looks operators up in fixed lists. The last
-part lists the size and the CRC-32 of every other part, and a file that does not match it is refused. This
+part lists the size and the CRC-32 of every other part, and a file that does not match it is rejected. This
 detects damage and edits, but not a forged list.
 """
 
@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Joined, Signature, dict[str, pyt
 
 
 def _listed(archive: zipfile.ZipFile) -> dict[str, list[int]]:
-    """Size and CRC-32 of every part but the list itself."""
+    """Size and CRC-32 of every part except the list itself."""
     return {i.filename: [i.file_size, i.CRC] for i in archive.infolist() if i.filename != _PARTS}
 
 
@@ -171,7 +171,7 @@ def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.Un
         with archive.open(name) as stream:
             while read := stream.readinto(rest):
                 rest = rest[read:]
-            if len(rest) or stream.read(1):  # the checksum is compared at the end of the stream
+            if len(rest) or stream.read(1):  # the checksum is verified at the end of the stream
                 raise EOFError(f"{name} has another size than stated")
         memories[name] = data.untyped_storage()
     tensor = torch.empty(0, dtype=codec.decode(entry["dtype"], {})).set_(

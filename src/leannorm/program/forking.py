@@ -27,7 +27,7 @@ def fork(
     dynamic_shapes: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Program:
-    """One program from a model: a training and an inference branch behind a shared part, one state.
+    """Make one program of a model: a training and an inference branch after a shared part, with one state.
 
     The model is exported in training mode and in evaluation mode; nodes are shared up to the first
     operator that behaves differently (batch norm, dropout), and what follows is duplicated, as in the
@@ -36,10 +36,10 @@ def fork(
     `model.eval()(*x)`. The variables are the model's own tensors.
 
     `example_inputs` are a tensor, a tuple, or a mapping by name; `example_kwargs` and `dynamic_shapes` are
-    those of `torch.export.export`: what is not named in `dynamic_shapes` is fixed to the example's size and
+    those of `torch.export.export`: a size that is not named in `dynamic_shapes` is fixed to the example's and
     checked at every call. The model is left as it was.
 
-    Raises: `InputError` where the model cannot be exported, with the reason.
+    Raises: `InputError` if the model cannot be exported, with the reason.
 
     >>> import torch
     >>> from leannorm import program

@@ -97,7 +97,7 @@ class _Side:
         return epochs
 
     def is_impure(self, node: fx.Node) -> bool:
-        """Does it write in place, draw random numbers, or check a condition?"""
+        """Whether it writes in place, draws random numbers, or checks a condition."""
         return bool(self.writes[node]) or random(node) or asserts(node)
 
 
@@ -234,7 +234,7 @@ class _Joiner:
 
 
 def _same_constant(a: Tensor, b: Tensor) -> bool:
-    """Are these two copies of one constant, made by the two exports?"""
+    """Whether these are two copies of one constant, made by the two exports."""
     return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
@@ -245,7 +245,7 @@ def _scopes(node: fx.Node, kinds: dict[str, str]) -> list[str]:
     """
     scopes = []
     for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
-        if key.startswith("_empty_nn_module_stack"):  # what torch notes of a node without one
+        if key.startswith("_empty_nn_module_stack"):  # what torch records for a node without one
             continue
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
         _, at, number = key.rpartition("@")

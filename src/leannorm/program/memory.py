@@ -2,7 +2,7 @@
 
 torch.export gives every node a fake value, and fake values that share memory share one storage. The
 operators' schemas declare further results that may be views; dropout may return its input, which its schema
-does not say. What a call writes, `functional/graphs.py` says.
+does not declare. `functional/graphs.py` knows what a call writes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def submodules(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def is_graph(node: fx.Node) -> bool:
-    """Is the attribute that this get_attr node reads a graph, and not a tensor?"""
+    """Whether the attribute that this get_attr node reads is a graph, not a tensor."""
     return isinstance(attribute(node.graph.owning_module, str(node.target)), fx.GraphModule)
 
 
@@ -96,7 +96,7 @@ def _written_inside(node: fx.Node) -> list[fx.Node]:
 
 
 def random(node: fx.Node) -> bool:
-    """Does this node draw random numbers?"""
+    """Whether this node draws random numbers."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return any(random(n) for module in submodules(node) for n in module.graph.nodes)
@@ -104,7 +104,7 @@ def random(node: fx.Node) -> bool:
 
 
 def asserts(node: fx.Node) -> bool:
-    """Does this node only check a condition at run time?"""
+    """Whether this node only checks a condition at run time."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         "_assert" in target._schema.name or "sym_constrain_range" in target._schema.name

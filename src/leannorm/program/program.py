@@ -28,12 +28,12 @@ class Program:
 
     `train(*x)` and `infer(*x)` run one branch each, `run(targets, feeds)` whatever the targets need: "train",
     "infer", and any intermediate value by the path of the module that computes it ("layer1.0.bn1", or
-    "train:layer1.0.bn1" behind the fork; "bn@1" is the second call of bn) or by its name in the graph. What
-    no target needs is not executed and changes nothing. The part to run is found once for each set of
-    targets.
+    "train:layer1.0.bn1" after the fork; "bn@1" is the second call of bn) or by its name in the graph.
+    Anything that no target needs is not executed and changes nothing. The part to run is found once for each
+    set of targets.
 
     Variables are the model's own tensors: an optimizer over `parameters()` trains the program and the model
-    alike. Modes are the branches' own; `model.train()` and `model.eval()` change nothing here.
+    alike. The branches fix the modes; `model.train()` and `model.eval()` change nothing here.
 
     Raises: `InputError` for inputs that do not fit the exported shapes, and as its methods say.
 
@@ -65,7 +65,7 @@ class Program:
         return f"Program({self.signature.describe()})"
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns in training mode, with gradients; statistics and counters move."""
+        """What the model returns in training mode, with gradients; statistics and counters are updated."""
         return self._call(TRAIN, args, kwargs)
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,10 +75,10 @@ class Program:
     def run(self, targets: str | Sequence[str], feeds: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         """The value of each target, executing only what they need.
 
-        `feeds` are all the inputs in order, or those that the targets need, by name. Where both branches
-        are targets the shared part runs once, then the training branch, then the inference branch, which
-        sees the statistics that training has just moved. An intermediate value is returned as it was
-        when computed.
+        `feeds` are all the inputs in order, or those that the targets need, by name. If both branches are
+        targets, the shared part runs once, then the training branch, then the inference branch, which uses
+        the statistics that training has just updated. An intermediate value is returned as it was when
+        computed.
 
         Raises: `InputError` for an unknown target and for feeds that do not fit.
         """
@@ -126,10 +126,10 @@ class Program:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a program written by `save`, without the model's code; new tensors, on the CPU.
 
-        The file holds text and raw numbers only and nothing in it is executed before the program is
-        run; operators outside torch's, torchvision's and leannorm's libraries are refused.
+        The file contains only text and raw numbers, and nothing in it is executed before the program is run;
+        operators outside torch's, torchvision's and leannorm's libraries are rejected.
 
-        Raises: `InputError` for a file that is no program or is damaged.
+        Raises: `InputError` for a file that is not a program or is damaged.
         """
         return cls(*read(path))
 
@@ -138,7 +138,7 @@ class Program:
     ) -> torch.export.ExportedProgram:
         """One branch alone as a plain `torch.export.ExportedProgram`, on the same variables.
 
-        `rewrite` may return a changed module from the branch's; `leannorm.fold(program)` passes its own.
+        `rewrite` may return a changed module for the branch; `leannorm.fold(program)` passes its own.
         """
         if branch not in (TRAIN, INFER):
             raise InputError(f"a branch is {TRAIN!r} or {INFER!r}, got {branch!r}")

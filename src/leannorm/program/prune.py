@@ -67,8 +67,8 @@ def subgraph(
 ) -> fx.GraphModule:
     """A module that runs `nodes`, takes all `inputs` and returns `results` (nodes, or constants).
 
-    It also returns the `intermediates` with the values that they were computed with: one that a later node
-    overwrites is copied before. The results are not copied: they are what the model returns.
+    It also returns the `intermediates` with the values that they had when computed: one that a later node
+    overwrites is copied first. The results are not copied: they are what the model returns.
     """
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {n: graph.placeholder(str(n.target)) for n in inputs}

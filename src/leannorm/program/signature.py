@@ -19,7 +19,7 @@ class Input(NamedTuple):
 
     name: str
     sizes: tuple[int | str, ...] = ()
-    dtype: torch.dtype | None = None  # None: a value that is fixed
+    dtype: torch.dtype | None = None  # None: a fixed value
     value: Any = None
 
 
@@ -90,7 +90,7 @@ class Signature(NamedTuple):
         return f"({', '.join(map(size, input.sizes))})"
 
     def _word(self, size: str) -> str:
-        """What a size that varies is called: "batch" where it is the first of an input, else by its number.
+        """The name of a size that varies: "batch" if it is the first of an input, otherwise by its number.
 
         The exporter's own names (s31) say nothing.
         """

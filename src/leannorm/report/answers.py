@@ -1,4 +1,4 @@
-"""Is a result correct: within an error budget of the float64 result, and is every element written?"""
+"""Is a result correct, within an error budget of the float64 result, and is every element written?"""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within it, `torch.empty` returns memory full of NaN, so elements that a kernel does not write show."""
+    """Within it, `torch.empty` returns memory full of NaN, which shows elements that a kernel does not
+    write."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about operations that are not deterministic
+        warnings.simplefilter("ignore")  # about nondeterministic operations
         torch.use_deterministic_algorithms(True, warn_only=True)  # without it torch does not fill memory
         try:
             yield
@@ -35,7 +36,7 @@ class Error(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """Is the error within the budget? False for a NaN."""
+        """Whether the error is within the budget; False for a NaN."""
         return self.largest <= self.allowed
 
 
@@ -76,7 +77,7 @@ def with_gradients(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Ten
 def within_budget(
     ours: Sequence[Tensor], torchs: Sequence[Tensor], exact: Sequence[Tensor], times: float = 1.0
 ) -> bool:
-    """Is every output within `times` the budget of `error_of`?"""
+    """Whether every output is within `times` the budget of `error_of`."""
     outputs = zip(ours, torchs, exact, strict=True)
     errors = (error_of(a, e, largest_error(b, e)) for a, b, e in outputs)
     return all(error.largest <= times * error.allowed for error in errors)

@@ -20,7 +20,7 @@ from leannorm.report.numerics import BATCH_NORM, LAYER_NORM
 from leannorm.report.timing import RATIOS, device_seconds, is_another_ratio, sets_past_the_cache
 
 COMPILED = "torch.compile"
-_COMPILERS = 8  # times our budget: it orders its sums differently, so its errors differ
+_COMPILERS = 8  # times our budget: torch orders its sums differently, so its errors differ
 _TENSORS_MOVED = 5  # at least: x read and y written, then x and dy read and dx written
 
 
@@ -44,7 +44,7 @@ class Timing(NamedTuple):
     """One backend (or torch, eager or compiled) on one case: seconds of forward and backward, ratio to torch.
 
     `floor`: the share of that time that moving the bytes would take, at the speed of a copy on this device.
-    `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
+    `correct`: whether output and gradients are within twice torch's error against float64, plus one rounding.
     """
 
     case: str
@@ -59,7 +59,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class BenchReport(Report):
-    """What `bench` measured; true where every answer was right.
+    """What `bench` measured; true if every answer was right.
 
     >>> import leannorm
     >>> bool(leannorm.BenchReport("cpu", "float32", threads=2, timings=[]))
@@ -105,15 +105,15 @@ def bench(
     compiled: bool = False,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> BenchReport:
-    """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
+    """Time torch and every available backend, case by case; the sides alternate, times are medians.
 
-    With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
+    With `compiled` also torch's norm under `torch.compile`, correct within eight times our own budget;
     compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
-    checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
-    the device, on tensors that its cache does not hold. Freed memory is kept from then on. `progress`
+    checked on memory full of NaN, so that an element that was not written is wrong. On CUDA times are between
+    events on the device, on tensors that are not in its cache. Freed memory is kept from then on. `progress`
     is called with what is being done.
 
-    Raises: torch's `RuntimeError` for a device that is not there.
+    Raises: torch's `RuntimeError` for a device that does not exist.
 
     >>> import leannorm
     >>> from leannorm.report.bench import CASES
@@ -158,7 +158,7 @@ def _bench(
     copy_calls = [partial(target.copy_, each[1]) for target, each in zip(targets, sets, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     copies: list[float] = []
-    for turn in range(turns + 2):  # the first two warm up; the sides take turns
+    for turn in range(turns + 2):  # the first two warm up; then both sides alternate
         for name, calls in runs.items():
             with use_backend(name) if name in serving else nullcontext():
                 taken = device_seconds(calls, device, len(calls))

@@ -1,4 +1,4 @@
-"""Does this installation compute correct results? Every check that was made, and every recipe of `lean()`."""
+"""Does this installation compute correct results? Every check and every recipe of `lean()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leannorm.report.recipes import ALIVE, WRONG, RecipeState
 
 @dataclass(repr=False)
 class CheckReport(Report):
-    """Checks against their budgets, and what became of each recipe; true where nothing falls short.
+    """Checks against their budgets, and the state of each recipe; true if nothing fails.
 
     >>> report = CheckReport([Check("a sum", 0.0, 1.0, "float64")])
     >>> bool(report), report
@@ -68,7 +68,7 @@ class CheckReport(Report):
 
 
 def _table_of(recipes: list[RecipeState]) -> Table:
-    """One row for all that are alive, one for each that is not, with the reason."""
+    """One row for all recipes that work, and one for each that does not, with the reason."""
     named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
     alive = [name for name, one in named if one.state == ALIVE]
     rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]

@@ -17,7 +17,7 @@ from leannorm.report.loss import mean_square
 from leannorm.report.memory import StepMemory
 from leannorm.report.settings import Setting
 
-_BLOCK, _FEW = 16, 4  # channels: in blocks of oneDNN's layout, which a few, as of images, do not have
+_BLOCK, _FEW = 16, 4  # from this number of channels oneDNN uses blocked layouts; images have fewer
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm")
 _WITHOUT_GAPS = {*_NORMS, *(f"{name}_backward" for name in _NORMS)}
 """Operations that read their arguments in a copy where these have gaps, or axes in another order."""
@@ -60,7 +60,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _working(func: Any, args: Any, out: Any) -> int:
-    """What an operation takes at most within itself, beside its outputs: layouts of its own, and copies."""
+    """The most that an operation allocates in addition to its outputs: layouts of its own, and copies."""
     name = func.overloadpacket.__name__
     if name == "convolution":
         x, weight, groups = args[0], args[1], args[-1]
@@ -77,12 +77,12 @@ def _working(func: Any, args: Any, out: Any) -> int:
 
 
 def _blocked(x: Tensor) -> int:
-    """In a layout of channels in blocks."""
+    """The bytes in a blocked layout of channels."""
     return x.nbytes // max(x.shape[1], 1) * _in_blocks(x.shape[1], _FEW)
 
 
 def _blocked_weight(weight: Tensor, groups: int) -> int:
-    """Of several groups each has blocks of its own, however few channels it has."""
+    """With several groups each has blocks of its own, however few channels it has."""
     outputs, inputs = weight.shape[0] // groups, weight.shape[1]
     few = _FEW if groups == 1 else 0
     each = weight.nbytes // max(weight.shape[0] * inputs, 1)
@@ -94,7 +94,7 @@ def _in_blocks(channels: int, few: int) -> int:
 
 
 def fakes(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
-    """For `untouched`: a fake tensor of the mode stands in the place of each of a model's."""
+    """For `untouched`: a fake tensor of the mode replaces each of a model's tensors."""
 
     def fake(tensor: Tensor) -> Tensor:
         with mode:
@@ -104,10 +104,10 @@ def fakes(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
 
 
 def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, inputs: Arguments) -> StepMemory:
-    """The memory of a training step on such inputs: held after forward, and peak; with gradients.
+    """The memory of a training step on such inputs, with gradients: kept after forward, and peak.
 
-    `model` has `fakes` of the same `mode`; `setting` runs it. What a convolution takes within itself is
-    counted as oneDNN takes it, so a peak is rather above than below that of a real step.
+    `model` has `fakes` of the same `mode`; `setting` runs it. A convolution's workspace is counted as oneDNN
+    allocates it, so a peak tends to be above that of a real step.
     """
     with mode:
         fake = tree_map_only(Tensor, _empty_like, (inputs.args, dict(inputs.kwargs)))

@@ -23,14 +23,15 @@ from leannorm.report.settings import Setting, code_of, settings_for
 from leannorm.saving.plans import none_known
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
-_WITH_ROOTS = ("adam", "adamw")  # of one tensor of their state: on a GPU all at once, else two at a time
+# temporaries the size of a state tensor: on a GPU for all at once, otherwise two at a time
+_WITH_ROOTS = ("adam", "adamw")
 _SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
 
 
 class Fit(NamedTuple):
-    """A setting, the largest batch that fits (0: less than two samples), and the bytes that it takes.
+    """A setting, the largest batch that fits (0: fewer than two samples), and the bytes that it takes.
 
-    `later`: under a budget or a peak, what passes take that follow the plan, which the first one makes.
+    `later`: under a budget or a peak, the bytes of passes that follow the plan, which the first pass makes.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Fit(NamedTuple):
 class FitReport(Report):
     """What `fit` found in `memory` bytes; `fits[0]` is plain PyTorch.
 
-    `parameter_bytes`: what parameters, the optimizer's state and buffers take of it, whatever the batch.
+    `parameter_bytes`: the bytes of parameters, the optimizer's state and buffers, whatever the batch.
 
     >>> import torch, leannorm
     >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
@@ -60,7 +61,7 @@ class FitReport(Report):
 
     @property
     def available(self) -> str:
-        """The memory as it was asked for."""
+        """The memory that was asked for."""
         return self.asked or bytes_in_words(self.memory)
 
     def summary(self) -> str:
@@ -90,7 +91,7 @@ class FitReport(Report):
         yield from map(Line, self._first_passes())
 
     def _what_to_type(self) -> Iterator[str]:
-        """The line of code for the largest batch; of two settings that are alike, the cheaper one."""
+        """The line of code for the largest batch; if two settings are equal, the cheaper one."""
         stock, *others = self.fits
         best = max(others, key=lambda one: one.batch, default=stock)
         if best.batch > stock.batch:
@@ -147,16 +148,15 @@ def fit(
 ) -> FitReport:
     """The largest batch of samples like `sample` that trains in `memory`, by setting.
 
-    `model` is a model, which is left as it is, or a function that makes one, which then takes no memory.
+    `model` is a model, which is not changed, or a function that makes one; then the model takes no memory.
     `sample` is one sample without its batch: sizes of a float32 tensor, a tensor, a tuple of all arguments,
-    or a mapping of them by name; of tensors shapes and dtypes count.
-    `memory` is text with a unit, like "24GiB", or bytes, of which there are more than 1,000. `recompute` and
-    `budgets` are those of `profile`; "peak 0.6" and "overhead 0.1" are settings, too. Counted are parameters,
-    buffers, gradients, the optimizer's state ("sgd", "momentum", "adam" or "adamw") and what its step works
-    with, the batch and the peak of the step, with what convolutions take within themselves; not what a GPU's
-    driver, libraries and allocator take as well, for which the report's headroom is. A model in evaluation
-    mode is counted in the mode that its `train()` gives. Runs on fake tensors: no value is computed, so a
-    small machine answers for a large one.
+    or a mapping of them by name; only the shapes and dtypes of tensors count. `memory` is text with a unit,
+    like "24GiB", or a number of bytes above 1,000. `recompute` and `budgets` are those of `profile`; "peak
+    0.6" and "overhead 0.1" are settings, too. It counts parameters, buffers, gradients, the optimizer's state
+    ("sgd", "momentum", "adam" or "adamw") and the temporaries of its step, the batch and the peak of the
+    step, including convolutions' workspaces. It does not count what a GPU's driver, libraries and allocator
+    take: leave the report's headroom for them. A model in evaluation mode is counted in the mode that its
+    `train()` sets. It runs on fake tensors: no value is computed, so a small machine answers for a large one.
 
     Raises: `InputError` for an unknown optimizer or setting, a memory without a unit, and a model that needs
     values to run.
@@ -191,11 +191,12 @@ def fit(
         for setting in settings_for(network, recompute, budgets):
 
             def needed(batch: int, setting: Setting = setting) -> tuple[int, ...]:
-                """By the first pass, and by the next, which follows a plan where the setting makes one."""
+                """By the first pass, and by the next, which follows a plan if the setting makes one."""
                 progress(f"{setting.name}, batch {batch}")
                 passes = 2 if " " in setting.name else 1
                 with none_known(), untouched(network, left_alone), warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")  # the report says how much
+                    # the report prints how much
+                    warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")
                     peaks = [
                         fake_step(network, mode, setting, _batch_of(one, batch)).peak for _ in range(passes)
                     ]
@@ -240,7 +241,7 @@ def _tensor_of(sample: Any) -> Any:
 
 
 def _batch_of(one: Arguments, batch: int) -> Arguments:
-    """The same for a batch of samples, without memory."""
+    """The same for a batch of this many samples, without memory."""
 
     def several(tensor: Tensor) -> Tensor:
         return torch.empty((batch, *tensor.shape), dtype=tensor.dtype, device="meta")
@@ -249,7 +250,7 @@ def _batch_of(one: Arguments, batch: int) -> Arguments:
 
 
 def _largest(needed: Callable[[int], tuple[int, ...]], memory: int) -> tuple[int, tuple[int, ...]]:
-    """The largest batch with all of needed(batch) <= memory, and what it needs: `needed` is nearly linear."""
+    """The largest batch with all of needed(batch) <= memory, and what it needs; `needed` is nearly linear."""
     known = {_SMALLEST: needed(_SMALLEST)}
     if max(known[_SMALLEST]) > memory:
         return 0, known[_SMALLEST]

@@ -1,4 +1,4 @@
-"""Does torchvision fit the torch at hand? Its own error, far inside of timm or transformers, does not say."""
+"""Does torchvision fit the installed torch? Its own error, deep inside timm or transformers, does not say."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def why_torchvision_fails() -> str | None:
-    """Why torchvision cannot be imported, with the line that mends it; None where it can, or is not there.
+    """Why torchvision cannot be imported, with the line that fixes it; None if it can be, or is not
+    installed.
 
-    One that was built for another torch, as with CUDA beside one without, finds no library of its operators.
+    One built for another torch, such as one with CUDA next to a torch without, does not find the library of
+    its operators.
     """
     if find_spec("torchvision") is None:
         return None
@@ -43,10 +45,10 @@ def mended_by(installed: str = str(torch.__version__)) -> str:
 
 
 def import_torchvision() -> str | None:
-    """Import torchvision, for a library that imports it; says why it does not fit, where that is so.
+    """Import torchvision, for a library that imports it; says why if it does not fit.
 
-    Two of its operators are declared there, without kernels: models that call them, for detection, raise an
-    error of torch's when they do.
+    In that case two of its operators are declared without kernels: detection models that call them raise
+    torch's error.
     """
     why = why_torchvision_fails()
     if why is not None:

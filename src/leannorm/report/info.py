@@ -20,9 +20,9 @@ _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm"
 
 @dataclass(repr=False)
 class Installation(Report):
-    """Facts by name; every backend, best first, with the reasons why it cannot serve (none: it can).
+    """Facts by name; every backend, best first, with the reasons why it cannot be used (none: it can).
 
-    `to_mend`: what is wrong with what is installed beside leannorm, each with the line that mends it.
+    `to_mend`: what is wrong with packages installed next to leannorm, each with the line that fixes it.
     """
 
     facts: dict[str, str]

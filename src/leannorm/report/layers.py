@@ -1,4 +1,4 @@
-"""The bytes that each layer of a model holds for the backward pass, and what is rebuilt, by operation."""
+"""The bytes that each layer of a model keeps for the backward pass, and what is rebuilt, by operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Counts = Callable[[], tuple[int, int]]
 
 
 class LayerBytes(NamedTuple):
-    """The bytes that a module's own operations hold, and those that will be rebuilt; without its children."""
+    """The bytes that a module's own operations keep, and those that will be rebuilt; without its children."""
 
     name: str
     kind: str
@@ -36,7 +36,7 @@ class Operation(NamedTuple):
 
 
 class StockCount(saved_tensors_hooks):
-    """Counts the bytes that stock autograd holds: every storage once, parameters not counted."""
+    """Counts the bytes that plain autograd keeps: every storage once, parameters not counted."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, int]] = {}  # references to them, so that no address is reused
@@ -58,7 +58,7 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
     """Within it, every change of `counts()` (kept, rebuilt) is credited to the innermost running module.
 
     The list is filled when the context closes, in the order of `named_modules`, with what runs outside of the
-    model (the loss) at the end. Modules that hold nothing themselves are left out.
+    model (the loss) at the end. Modules that keep nothing themselves are left out.
     """
     names = {module: name for name, module in model.named_modules()}
     sums: dict[nn.Module | None, list[int]] = defaultdict(lambda: [0, 0])

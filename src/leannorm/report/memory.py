@@ -36,14 +36,14 @@ def measure_step(
     backward: Callable[[Tensor], object] = Tensor.backward,
     device: torch.device | str = "cpu",
 ) -> StepMemory:
-    """Run `backward(forward())` once and return what it held and its peak.
+    """Run `backward(forward())` once and return what it kept and its peak.
 
     CPU: every allocation and free of torch's allocator, as `torch.profiler` records them
     (`profile_memory=True`). Not recorded: workspaces of vendor libraries, blocks allocated in threads that
     `forward` starts, and frees of blocks that existed before the step. So set gradients to None first.
     CUDA: `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated`.
 
-    The recording takes time, which is part of `timeline`: do not time a step with it.
+    Recording takes time, which is included in `timeline`: do not time a step with it.
 
     Raises InputError for any other device.
 

@@ -17,11 +17,11 @@ _SETTINGS = f"Ratios are to plain PyTorch, in the same run. {RATIOS}"
 
 @dataclass
 class Measured:
-    """One setting: a step's bytes above those at its start, its seconds, and the ratio to stock's seconds.
+    """One setting: a step's bytes above those at its start, its seconds, and their ratio to plain PyTorch's.
 
-    `gradient_difference`: the largest difference from stock's gradients, relative to the largest gradient of
-    the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot be counted.
-    `reasons`: why less was rebuilt than was asked, as `saved.reasons` says it.
+    `gradient_difference`: the largest difference from plain PyTorch's gradients, relative to the largest
+    gradient of the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot
+    be counted. `reasons`: why less was rebuilt than was asked, as `saved.reasons` says it.
     """
 
     name: str
@@ -82,7 +82,8 @@ class MemoryReport(PagedReport):
 
 
 def setting_table(report: MemoryReport) -> Table:
-    """One row per setting: held, peak and step time with their ratios to stock, and the gradients."""
+    """One row per setting: kept bytes, peak and step time with their ratios to plain PyTorch, and the
+    gradients."""
     stock = report.settings[0]
     kept = column_of_bytes([s.kept for s in report.settings])
     peak = column_of_bytes([s.peak for s in report.settings])
@@ -103,14 +104,15 @@ def setting_table(report: MemoryReport) -> Table:
 
 
 def note_on_times(*reports: MemoryReport) -> Iterator[Line]:
-    """What the ratios of times are of, where the times beside them have others."""
+    """What the ratios of times refer to, if the times next to them have others."""
     pairs = ((one, report.settings[0]) for report in reports for one in report.settings)
     if any(is_another_ratio(one.time_ratio, one.seconds, stock.seconds) for one, stock in pairs):
         yield Line(RATIOS)
 
 
 def layer_table(report: MemoryReport) -> Table:
-    """One row per layer: the bytes held in stock, and under each setting the bytes held and rebuilt."""
+    """One row per layer: the bytes kept in plain PyTorch, and under each setting the bytes kept and
+    rebuilt."""
     counted, names = _counted(report)
 
     columns, cells = ["layer", "kind"], [list(names), list(names.values())]
@@ -125,7 +127,7 @@ def layer_table(report: MemoryReport) -> Table:
 
 
 def kind_table(report: MemoryReport) -> Table:
-    """One row per layer type, most bytes first: the bytes that all its layers hold under each setting."""
+    """One row per layer type, most bytes first: the bytes that all its layers keep under each setting."""
     counted, names = _counted(report)
     sums = {kind: [0] * len(counted) for kind in names.values()}
     for i, (_, layers) in enumerate(counted):
@@ -158,7 +160,7 @@ _WORDS = {"t": "transpose", "clone": "copy", "mm": "matrix product", "addmm": "l
 
 
 def _in_words(node: str) -> str:
-    """The operation that a node of autograd's is named after.
+    """The operation that an autograd node is named after.
 
     >>> _in_words("NativeBatchNormBackward0"), _in_words("CloneBackward0"), _in_words("AddmmBackward0")
     ('batch norm', 'copy', 'linear layer')
@@ -231,7 +233,7 @@ def _reasons(report: MemoryReport) -> list[tuple[str, str]]:
 
 
 def _parts_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The layers of each part of the model, by as many steps of their names as leave few enough parts.
+    """The layers of each part of the model, with names cut so that there are few enough parts.
 
     >>> _parts_of(["stem", "body.0.conv", "body.0.norm"])
     {'stem': ['stem'], 'body.0.conv': ['body.0.conv'], 'body.0.norm': ['body.0.norm']}

@@ -39,7 +39,7 @@ LAYER_NORM = OursAndTorchs(
 class Check(NamedTuple):
     """One equality: the largest error measured, what is allowed, and what it was measured against.
 
-    `detail` says what is wrong, where more is known than the error.
+    `detail` says what is wrong, if more is known than the error.
     """
 
     name: str

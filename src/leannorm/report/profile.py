@@ -1,4 +1,5 @@
-"""`profile`: memory and time of a model's training step: stock, under lean(), and with other methods."""
+"""`profile`: memory and time of a model's training step in plain PyTorch, under lean(), and with other
+methods."""
 
 from __future__ import annotations
 
@@ -41,14 +42,13 @@ def profile(
 
     `inputs` are a tensor, a tuple of all arguments, or a mapping of them by name. `recompute` and `budgets`
     are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around every block) and "compile"
-    (`torch.compile` keeping half of the activations). `compiled`: also `torch.compile` as it is, and with
-    `compile_options` for each lean setting. `loss` makes a scalar of the output: by default its own `loss`,
-    as models of transformers have it where they are given labels, else the mean square of what it holds.
-    The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
-    memory is kept from then on (`keep_freed_memory`). Each pass starts from the model, the inputs and the
-    random numbers as they are, and all of them are as before when it returns. `progress` is called with
-    what is being done. Passes that save less than 4 MiB are measured with rebuilds, too, although `lean`
-    leaves them as they are in training.
+    (`torch.compile` keeping half of the activations). `compiled`: also `torch.compile` alone, and with
+    `compile_options` for each lean setting. `loss` computes a scalar from the output: by default its own
+    `loss`, which models of transformers have if they get labels, otherwise the mean square of its tensors.
+    The settings alternate for `steps` steps; seconds are medians, ratios medians of ratios. Freed memory is
+    kept from then on (`keep_freed_memory`). Each pass starts from the same model, inputs and random numbers,
+    and all of them are unchanged when it returns. `progress` is called with what is being done. Passes that
+    save less than 4 MiB are measured with rebuilds, too, although `lean` leaves them as they are in training.
 
     Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 
@@ -124,18 +124,19 @@ def _step(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor])
 
 
 def _on_others(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor]) -> Tensor:
-    """On tensors of other values, as in training: a rebuild is tried until it has met two."""
+    """On tensors of other values, as in training: a rebuild is on trial until it has seen two."""
     try:
         return _forward(setting, arguments.reversed(), loss)
-    except Exception:  # samples that must come in one order, as by their lengths
+    except Exception:  # samples that must come in a fixed order, such as by length
         return _forward(setting, arguments, loss)
 
 
 @contextmanager
 def _a_pass(model: nn.Module, arguments: Arguments) -> Iterator[Arguments]:
-    """A pass from the model's state, without gradients; gives a copy of the inputs, and leaves nothing.
+    """A pass from the model's state, without gradients; yields a copy of the inputs, and leaves nothing
+    behind.
 
-    On the model's own parameters, by which compiled code and a plan of `lean()` know it.
+    It uses the model's own parameters, because compiled code and a plan of `lean()` recognize it by them.
     """
     with untouched(model, Copies(parameters=False)):
         for parameter in model.parameters():

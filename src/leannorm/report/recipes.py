@@ -1,4 +1,4 @@
-"""Which recipes of lean() work beside this torch: each is tried on a program of one line."""
+"""Which recipes of lean() work with this torch: each is tried on a program of one line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ALIVE, RESTING, WRONG, NOT_TRIED = "alive", "resting", "WRONG", "not tried"
 
 
 class RecipeState(NamedTuple):
-    """What became of the output of one kind of node: `state` is one of those above, `why` says the rest.
+    """What happened to the output of one kind of node: `state` is one of those above, `why` gives details.
 
-    alive: it is rebuilt, and gradients are stock's bit for bit. resting: it is held as in stock autograd,
-    since this torch makes other nodes or keeps other things in them. not tried: one process on a CPU makes
-    no such node. WRONG: it is rebuilt, and gradients differ.
+    alive: it is rebuilt, and gradients equal plain PyTorch's bit for bit. resting: it is kept as in plain
+    PyTorch, since this torch makes other nodes or saves other values in them. not tried: one process on a CPU
+    makes no such node. WRONG: it is rebuilt, and gradients differ.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class RecipeState(NamedTuple):
 
 
 def _affine(leaf: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight and bias of each channel: leaves, as a layer's are."""
+    """Weight and bias per channel, which are leaves, as a layer's are."""
     weight, bias = leaf[0, :, 0, 0].detach().clone(), leaf[0, :, 0, 1].detach().clone()
     return weight.requires_grad_(), bias.requires_grad_()
 
@@ -75,7 +75,7 @@ def _kernel() -> Tensor:
     return torch.ones(16, 16, 1, 1, requires_grad=True)
 
 
-# by the shape of x and of the leaf: what makes a node of each kind
+# by the shape of x and of the leaf: the program that makes a node of each kind
 _BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
     (1, 16, 32, 32): {
         "SiluBackward0": lambda x, leaf: F.silu(x),
@@ -212,11 +212,11 @@ _ELSEWHERE = {
     "leannorm.Redistribute": "made of DTensors, which several ranks share",
 }
 _HELD = {"MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0"}  # by the fixed settings
-_BY_NODES = {"CopySlices", "AsStridedBackward0"}  # what was written through a view, Python cannot read
+_BY_NODES = {"CopySlices", "AsStridedBackward0"}  # Python cannot read what was written through a view
 
 
 def recipe_states() -> Iterator[RecipeState]:
-    """Try every recipe: what a release of torch renames or drops makes its tensors held, not wrong.
+    """Try every recipe: if a release of torch renames or drops something, its tensors are kept, not wrong.
 
     >>> {state.state for state in recipe_states()} <= {"alive", "resting", "not tried"}
     True
@@ -239,7 +239,7 @@ def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
         saved = lean(overhead=9.0) if kind in _HELD else lean("conv")
         saved.place = NEVER_SMALL
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is held, which is told here
+            warnings.simplefilter("ignore")  # about what is kept, which is reported here
             ours, made = _gradient(program, leaf, saved)
     except RebuildError:
         return RecipeState(kind, WRONG, "it is not what the forward pass saved")

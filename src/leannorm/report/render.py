@@ -21,7 +21,8 @@ COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a heading, a sentence, code, a picture, a table; a `folded` one is opened."""
+    """A part of a page: a heading, a sentence, code, a picture, a table; a `folded` one is shown on a
+    click."""
 
     heading: str
     text: str = ""
@@ -106,10 +107,10 @@ def page(
 def line_figure(
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *, steps: bool = False
 ) -> Any:
-    """Named lines (xs, ys) in one plot: points at integer x, or with `steps` a staircase."""
+    """Named lines (xs, ys) in one plot: points at integer x, or a staircase with `steps`."""
     figure = _empty_figure()
     for i, (name, (xs, ys)) in enumerate(lines.items()):
-        # the first line is wider, so that it shows under the others
+        # the first line is wider, so that it shows behind the others
         width = 1.6 if steps else 2.5 if i else 6
         figure.add_scatter(
             name=name,
@@ -128,7 +129,7 @@ def line_figure(
     return _styled(figure, x, y)
 
 
-_MOST_NAMES = 90  # of groups below one picture, so that they can be read
+_MOST_NAMES = 90  # the number of groups below one picture, so that they stay readable
 
 
 def bar_figure(
@@ -154,7 +155,7 @@ def bar_figure(
 
 
 def _styled(figure: Any, x: str, y: str) -> Any:
-    # greys that are seen on white and on black
+    # greys that are visible on white and on black
     grey, faint = "#7c8798", "rgba(128,140,160,0.28)"
     axis = {"gridcolor": faint, "zerolinecolor": faint, "linecolor": faint, "automargin": True}
     figure.update_layout(

@@ -1,4 +1,4 @@
-"""The ways to run a training step that `profile` compares: stock, lean, compiled, checkpointed."""
+"""The ways to run a training step that `profile` compares: plain PyTorch, lean, compiled, checkpointed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Setting(NamedTuple):
-    """`run(...)` is the model's forward pass; `around()` is a context for it and the loss. `eager`: does
-    autograd save tensors layer by layer, so that they can be counted by layer?"""
+    """`run(...)` is the model's forward pass; `around()` is a context for it and the loss. `eager`: whether
+    autograd saves tensors layer by layer, so that they can be counted by layer."""
 
     name: str
     run: Callable[..., Any]
@@ -36,12 +36,12 @@ def settings_for(
     against: Sequence[str] = (),
     compiled: bool = False,
 ) -> list[Setting]:
-    """Stock first, then lean by kind and by budget, the same compiled, then the others. Raises InputError for
-    unknown names."""
+    """Plain PyTorch first, then lean by kind and by budget, the same compiled, then the others. Raises
+    InputError for unknown names."""
     made = [Setting("stock", model)]
     names = [*recompute, *(f"budget {budget:g}" for budget in budgets)]
     for name in names:
-        leaner(name)  # raises where there is no such setting
+        leaner(name)  # raises if there is no such setting
         made.append(Setting(name, model, partial(_at_any_size, name)))
     if compiled:
         made.append(Setting("compiled", torch.compile(model), eager=False))
@@ -61,7 +61,7 @@ def settings_for(
 
 
 def leaner(name: str, **more: Any) -> lean:
-    """`lean()` by the name of a setting: what to recompute, or an option and its number.
+    """`lean()` from the name of a setting: what to recompute, or an option and its number.
 
     >>> leaner("conv"), leaner("budget 0.5")
     (lean(no tensor saved), lean(no tensor saved))
@@ -80,7 +80,7 @@ def _arguments(name: str) -> dict[str, Any]:
 
 
 def code_of(name: str) -> str:
-    """The call that `leaner` makes, as it is typed.
+    """The call that `leaner` makes, as a user types it.
 
     >>> code_of("norm"), code_of("budget 0.5"), code_of("peak 8GiB")
     ('leannorm.lean()', 'leannorm.lean(budget=0.5)', 'leannorm.lean(peak="8GiB")')
@@ -99,7 +99,7 @@ def check_methods(against: Sequence[str]) -> None:
 
 
 def _at_any_size(name: str) -> lean:
-    """It also rebuilds in small passes: a small model or batch mostly stands for a larger one."""
+    """It also rebuilds in small passes, because a small model or batch usually represents a larger one."""
     context = leaner(name)
     context.place = NEVER_SMALL
     return context

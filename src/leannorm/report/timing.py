@@ -1,4 +1,4 @@
-"""Measures time: a training step by the host's clock, a single call by device events."""
+"""Measures time: a training step by wall-clock time, a single call by device events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUP = 8
 
 
 def is_another_ratio(ratio: float, seconds: float, base: float) -> bool:
-    """Do the two times, as printed, have another ratio than the one beside them?
+    """Whether the two times, as printed, have another ratio than the one printed next to them.
 
     >>> is_another_ratio(0.96, 4.872, 4.250), is_another_ratio(1.146, 4.872, 4.250)
     (True, False)
@@ -45,8 +45,8 @@ def device_seconds(
 
     On CUDA the time is taken between two events on the stream. With `head_start` the device is kept busy
     until the host has launched a group of calls, so the device's work is timed without its wait for the host.
-    Without it, slow launches count as they would in training. What the calls return lives for one round, so
-    that outputs go to memory that the cache does not hold. On the CPU the time is the clock's.
+    Without it, slow launches count as they would in training. Results live for one round, so that outputs go
+    to memory that is not in the cache. On the CPU the time is wall-clock time.
 
     >>> [seconds > 0 for seconds in device_seconds([lambda: sum(range(1000))], "cpu", 2)]
     [True, True]
@@ -56,7 +56,7 @@ def device_seconds(
     if device.type != "cuda":
         return [time_step(call, device) for call in order]
     seconds = []
-    # freed at once, all outputs would lie in one cached block
+    # if they were freed at once, all outputs would be in one cached block
     alive: deque[object] = deque(maxlen=len(calls))
     with torch.cuda.device(device):
         for first in range(0, turns, _GROUP):
@@ -75,7 +75,7 @@ def device_seconds(
 
 
 def sets_past_the_cache(nbytes: int, device: torch.device | str) -> int:
-    """How many sets of `nbytes` to cycle through, so that the L2 cache holds nothing of the next set."""
+    """How many sets of `nbytes` to cycle through, so that the L2 cache contains nothing of the next set."""
     device = torch.device(device)
     if device.type != "cuda":
         return 1

@@ -1,4 +1,4 @@
-"""Does a model train under lean() bit for bit as in stock? Compares rebuilt tensors and gradients."""
+"""Does a model train under lean() bit for bit as in plain PyTorch? Compares rebuilt tensors and gradients."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ SETTINGS = ("norm", "conv", "budget 0.5")
 
 
 def verify_model(model: nn.Module, inputs: Any, steps: int = 3) -> Iterator[Check]:
-    """Train the model, stock and under each setting, and compare gradients and buffers; it is as it was.
+    """Train the model in plain PyTorch and under each setting, and compare gradients and buffers; the model
+    is unchanged.
 
     `inputs` are a tensor, a tuple of all arguments, or a mapping. One check per setting and step. Its error
-    is the number of tensors that differ in any bit; it must be 0 if two stock runs give equal bits. A rebuilt
-    tensor that differs gives the error infinity.
+    is the number of tensors that differ in any bit; it must be 0 if two runs in plain PyTorch give equal
+    bits. A rebuilt tensor that differs gives the error infinity.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     >>> all(check.passed for check in verify_model(model, torch.randn(4, 8)))

@@ -71,7 +71,7 @@ DEAR = (
     " asked for, as in the pass before it; ask for more, or for a budget or a peak"
 )
 LIMIT_UNSEEN = (
-    "limit= was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
+    "limit was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
     " what a process has; as little was kept as can be rebuilt; ask for a peak instead, as peak=0.8"
 )
 SUBCLASSES = (
@@ -234,14 +234,14 @@ def of_limit(limit: Limit | None, least: int) -> str | None:
     asked = f"limit={bytes_in_words(limit.nbytes)}"
     if limit.is_passed:
         return (
-            f"{asked} was passed before the pass began: the process had {bytes_in_words(limit.before)}; as"
-            " little was kept as can be, and the rest of the memory is not this pass's"
+            f"limit was passed before the pass began: the process had {bytes_in_words(limit.before)}, where"
+            f" {asked}; as little was kept as can be, and the rest of the memory is not this pass's"
         )
     if least:
         return (
-            f"{asked} is out of reach: with the backward pass, the process takes about"
-            f" {bytes_in_words(least)} at least, as the rest are weights, gradients, what a single operation"
-            " needs, and what cannot be computed again"
+            f"limit is out of reach: with the backward pass, the process takes about {bytes_in_words(least)}"
+            f" at least, where {asked}; the rest are weights, gradients, what a single operation needs, and"
+            " what cannot be computed again"
         )
     return None
 

@@ -127,10 +127,15 @@ if NODES is not None:
 
 
 def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on CPU tensors."""
-    if NODES is None or os.environ.get("LEANNORM_RECORD", "1") != "1":
+    """Can the log see what a pass in this thread does? It records operators on CPU tensors.
+
+    `LEANNORM_RECORD` is "0" to search autograd's nodes instead, or "1" to record on GPUs, too, which has not
+    run on one yet.
+    """
+    asked = os.environ.get("LEANNORM_RECORD")
+    if NODES is None or asked == "0" or torch._C._len_torch_dispatch_stack():
         return False
-    return not (torch.cuda.is_initialized() or torch._C._len_torch_dispatch_stack())
+    return asked == "1" or not torch.cuda.is_initialized()
 
 
 @left_to_python

@@ -173,7 +173,8 @@ class Timeline:
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
         for place, value, _ in self.saves:
             places[value].update([place] if place >= 0 else ())
-        index, planned, behind, held = dict[int, int](), list[Planned](), list[tuple[int, ...]](), self._others
+        index, planned, behind = dict[int, int](), list[Planned](), list[tuple[int, ...]]()
+        held = self._others
         runs: dict[int, int] = {}  # of calls several of whose results are made again
         results: dict[int, int] = defaultdict(int)
         for value in self.values:

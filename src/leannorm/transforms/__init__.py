@@ -1,4 +1,5 @@
-"""How is a model changed, and changed back? Norms swapped, fused, folded, frozen, their statistics pooled."""
+"""How is a model changed, and changed back? Norms replaced, fused, folded, frozen, their statistics
+pooled."""
 
 from typing import TYPE_CHECKING
 

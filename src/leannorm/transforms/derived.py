@@ -13,12 +13,12 @@ Derive = Callable[[type[Module]], type[Module]]
 
 
 def one_a_class(derive: Derive) -> Derive:
-    """It makes one class of each, and gives that the next time."""
-    return cast(Derive, cache(derive))  # mypy takes classes for unhashable
+    """Makes one class of each, and returns that the next time."""
+    return cast(Derive, cache(derive))  # mypy thinks that classes are not hashable
 
 
 def reduced(derive: Derive, cls: type[Module], layer: Module) -> tuple[Any, ...]:
-    """What `__reduce_ex__` of a layer says whose class is `derive(cls)`: that class is made again."""
+    """The result of `__reduce_ex__` for a layer whose class is `derive(cls)`: the class is derived again."""
     plain: Any = object.__reduce_ex__(layer, 2)
     return _made, (derive, cls), *plain[2:]
 
@@ -28,7 +28,7 @@ def _made(derive: Derive, cls: type[Module]) -> Module:
 
 
 def beneath(cls: type) -> type:
-    """The layer's class, under those that torch derives from it: for parametrizations, FSDP2, replicas."""
+    """The layer's class, under those that torch derives from it for parametrizations, FSDP2 and replicas."""
     while _is_cover(cls):
         cls = cls.__bases__[-1]
     return cls
@@ -37,14 +37,14 @@ def beneath(cls: type) -> type:
 def covered(cls: type, layers: type) -> type:
     """`layers` under the classes that torch has derived from the layer's class in `cls`.
 
-    Torch finds its class by its place: it removes its properties from `type(layer)`, and gives back one of
-    the bases. So a class of ours goes under it, never over it.
+    Torch finds its class by position: it removes its properties from `type(layer)`, and restores one of the
+    bases. So a class of ours goes below it, never above it.
     """
     if not _is_cover(cls):
         return layers
     *others, under = cls.__bases__
     below = covered(under, layers)
-    first = vars(cls).get("_first", cls)  # torch's own class, which comes back where nothing has changed
+    first = vars(cls).get("_first", cls)  # torch's own class, which is restored if nothing has changed
     own = {name: value for name, value in vars(cls).items() if name not in ("_first", "__deepcopy__")}
     if others or not hasattr(below, "__deepcopy__"):
         own["__deepcopy__"] = vars(first).get("__deepcopy__", _deepcopied)
@@ -55,7 +55,7 @@ def covered(cls: type, layers: type) -> type:
 
 
 def _is_cover(cls: type) -> bool:
-    """Has torch derived it from a layer's class at run time?"""
+    """Whether torch has derived it from a layer's class at run time."""
     if cls.__module__ == "torch.nn.utils.parametrize":
         return "__getstate__" in vars(cls)
     before, *others = cls.__bases__ or (object,)
@@ -63,7 +63,7 @@ def _is_cover(cls: type) -> bool:
 
 
 def _deepcopied(layer: Module, memo: dict[int, Any]) -> Module:
-    """As torch copies a parametrized layer, which it does not let be pickled."""
+    """The way torch copies a parametrized layer, which it does not allow to be pickled."""
     copy = type(layer).__new__(type(layer))
     memo[id(layer)] = copy
     vars(copy).update(deepcopy(vars(layer), memo))

@@ -1,1 +1,1 @@
-"""How do other frameworks keep parameters and statistics? Their conventions, and their files."""
+"""How do other frameworks store parameters and statistics? Their conventions, and their files."""

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from leannorm._errors import InputError, MissingDependencyError
 
-# entries of Paddle's files that hold no parameters
+# entries of Paddle's files that are not parameters
 IGNORED = ("StructuredToParameterName@@",)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Arrays by "layer.name"; `settings`: the eps and momentum of those layers whose file states them.
+    """Arrays by "layer.name"; `settings`: the eps and momentum of the layers for which the file states them.
 
-    `absent`: the keys of scales and shifts that a layer was made without, as the file states.
+    `absent`: the keys of scales and shifts that a layer was made without, according to the file.
     """
 
     tensors: dict[str, Tensor]

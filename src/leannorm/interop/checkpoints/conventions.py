@@ -19,7 +19,7 @@ TORCH_AXES = {"linear": "oi", "conv": "oi*", "conv_transpose": "io*"}
 
 @dataclass(frozen=True)
 class Convention:
-    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults.
+    """One framework's conventions for norm layers; `momentum` and each eps are its own defaults.
 
     >>> from leannorm import interop
     >>> keras = interop.CONVENTIONS["keras"]
@@ -162,7 +162,7 @@ def convention(name: str, argument: str) -> Convention:
 
 
 def permuted(tensor: Tensor, axes: str, wanted: str) -> Tensor:
-    """The kernel with its axes in the order wanted; both orders are written as in `TORCH_AXES`.
+    """The kernel with its axes in the requested order; both orders are written as in `TORCH_AXES`.
 
     >>> import torch
     >>> permuted(torch.zeros(5, 7, 3, 8), "*io", "oi*").shape

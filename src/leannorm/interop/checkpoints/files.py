@@ -19,7 +19,7 @@ from leannorm.interop.checkpoints.arrays import Checkpoint, flat, from_mapping, 
 
 
 class _PickledDtype:
-    """Replaces numpy.dtype while unpickling: numpy's own unpickling trusts its input, this does not."""
+    """Replaces numpy.dtype while unpickling: numpy's own unpickling trusts its input, this one does not."""
 
     def __init__(self, code: str, *_: object) -> None:
         self.code, self.order = code, "="
@@ -114,7 +114,7 @@ def read_safetensors(path: Path) -> Checkpoint:
 def read_torch(path: Path) -> Checkpoint:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # whose text advises to run what the file asks for
+    except pickle.UnpicklingError as error:  # its message advises running what the file asks for
         raise InputError(
             "it is no file of torch.save, or holds more than tensors in plain containers"
         ) from error
@@ -138,7 +138,7 @@ def _msgpacked(tree: Any) -> bytes:
 
 
 def _safetensors(tree: dict[str, Any]) -> bytes:
-    # safetensors refuses tensors that share memory, which tied parameters do
+    # safetensors rejects tensors that share memory, as tied parameters do
     copies = {key: value.clone(memory_format=torch.contiguous_format) for key, value in flat(tree).items()}
     data: bytes = optional("safetensors.torch", "writing .safetensors").save(copies)
     return data

@@ -19,7 +19,7 @@ NORMS = ("BatchNormalization", "LayerNormalization", "GroupNormalization", "RMSN
 
 
 def _norms(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Dotted name and configuration of every norm layer in a saved model's configuration."""
+    """The dotted name and the configuration of every norm layer in a saved model's configuration."""
     for layer in config.get("config", {}).get("layers", ()):
         name = prefix + str(layer["config"]["name"])
         if layer["class_name"] in NORMS:
@@ -51,7 +51,8 @@ def _refuse_damaged_heaps(content: bytes) -> None:
 
 
 def _attribute(group: Any, name: str) -> Any:
-    """An attribute's value. The HDF5 library may crash on lists of anything but text; Keras writes none."""
+    """An attribute's value. The HDF5 library may crash on lists of anything except text, and Keras writes
+    none."""
     dtype = group.attrs.get_id(name).dtype
     if dtype.kind == "O" and _h5py().check_string_dtype(dtype) is None:
         raise ValueError(f"the attribute {name} is neither text nor numbers")
@@ -100,7 +101,7 @@ def _datasets(
     file: Any, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
     """Every dataset of the open file by "layer.name", the norms' settings that the file states, and the keys
-    of what it says that they were made without."""
+    of the tensors that, according to the file, a norm was made without."""
     if "model_config" in file.attrs:
         config = json.loads(_attribute(file, "model_config"))
     root = file.get("model_weights", file)
@@ -115,7 +116,7 @@ def _datasets(
             if theirs in stated
         }
         if layer["class_name"] == "RMSNormalization" or stated.get("rms_scaling"):
-            continue  # one array, always
+            continue  # always one array
         without = {
             leaf for leaf, flag in (("gamma", "scale"), ("beta", "center")) if not stated.get(flag, True)
         }

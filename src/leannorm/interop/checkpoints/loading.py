@@ -27,9 +27,9 @@ from leannorm.interop.checkpoints.subsets import name_numbers
 class Loaded:
     """What `load` did: which keys matched, which did not, and what it set or left open.
 
-    `loaded`: our key → the checkpoint's; `missing`, `surplus`: what matched nothing; `notes`: what the
+    `loaded`: our key → the checkpoint's; `missing`, `surplus`: keys that matched nothing; `notes`: what the
     checkpoint left open; `settings`: layer → the eps and momentum that were set on it; `identity`: our keys
-    of norms that one side alone has, and which were set to the identity here, or are it there.
+    of norm tensors that only one side has, which were set to the identity here, or are the identity there.
 
     >>> import torch
     >>> from leannorm import interop
@@ -49,7 +49,7 @@ class Loaded:
 def _value(
     slot: Slot, key: str, array: Tensor, theirs: Convention, factor: float, problems: list[str]
 ) -> Tensor:
-    """The array converted for the model's tensor; what is wrong with it is added to `problems`."""
+    """The array converted for the model's tensor; problems with it are added to `problems`."""
     value = to_ours(array, slot, theirs)
     if value.shape != slot.tensor.shape:
         problems.append(
@@ -85,31 +85,31 @@ def load(
 ) -> Loaded:
     """Fill a model from a checkpoint written under another framework's conventions.
 
-        running_var = var * n / (n - 1) where the source keeps the biased variance and `count` gives n.
+        running_var = var * n / (n - 1) if the source keeps the biased variance and `count` gives n.
 
     Args:
         model: any module; its norm, linear, convolution and embedding layers are read by the source's names
-            and axes, parameters of its own as they are. Memory, dtype and device of its tensors stay.
+            and axes, its own parameters as they are. Memory, dtype and device of its tensors stay.
         path_or_mapping: a file (.pdparams, .h5, .weights.h5, .keras, .msgpack, .onnx, .safetensors, .pt),
             a mapping, nested or flat, of names to arrays of any library, or Keras' list of weights.
         source: a key of `CONVENTIONS`: "torch", "paddle", "keras" (or "tensorflow"), "flax", "onnx", "caffe".
-        names: modules of the model → what the checkpoint calls them, where the names differ; holds for the
-            modules inside, too. Several names, where one layer here is two there (Caffe: BatchNorm, Scale).
-        count: values behind each variance of a training batch (N*H*W), one number or one a layer.
+        names: modules of the model → their names in the checkpoint, if these differ; applies to the modules
+            inside, too. Several names, if one layer here is two there (Caffe: BatchNorm, Scale).
+        count: values behind each variance of a training batch (N*H*W), one number or one per layer.
             `math.inf` keeps the variance as it is, which gives the source's own outputs in inference.
-        eps: what the source's layers had, one number or one a layer, where the file does not say it.
-        momentum: the same; in the source's own sense.
-        strict: False leaves alone what is missing and passes over what is surplus. Of a norm that the
-            checkpoint has, what is missing is set to the identity.
+        eps: the source layers' eps, one number or one per layer, if the file does not state it.
+        momentum: the same, by the source's own definition.
+        strict: False leaves missing tensors alone and skips surplus ones. Missing tensors of a norm that the
+            checkpoint has are set to the identity.
 
-    A norm may have been made without scale or shift there. Where the file says so (.keras, .h5 with its
-    configuration, .onnx, numbers that allow one reading), these are set to the identity. What the model's
-    norm lacks must be the identity there.
+    A norm may have been made without scale or shift there. If the file says so (.keras, .h5 with its
+    configuration, .onnx, numbers that allow only one reading), these are set to the identity. A tensor that
+    the model's norm lacks must be the identity there.
 
     Raises: `InputError` for an unknown source, keys that match nothing, wrong shapes, NaN in statistics, a
     negative variance, a scale or a shift that the model's norm lacks, arrays without names that may be
     either of the two, a damaged file; `MissingDependencyError` for a format whose reader is not
-    installed. The model is unchanged after any. Warns (`ConventionWarning`) of what stays open.
+    installed. The model is unchanged after any of them. Warns (`ConventionWarning`) of what stays open.
 
     Source: the framework files named in `leannorm.interop.checkpoints.conventions`.
 

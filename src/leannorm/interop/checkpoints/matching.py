@@ -14,7 +14,7 @@ from leannorm._catalog import torchs_kind
 from leannorm._errors import InputError
 from leannorm.interop.checkpoints.conventions import TORCH_AXES, Convention, permuted
 
-# what the frameworks' tables of names call a norm, by its kind; and the other layers, by their class
+# the names of norms in the frameworks' tables, by kind; and of the other layers, by class
 OF_NORMS = {
     "batch": "batch_norm",
     "instance": "batch_norm",
@@ -29,13 +29,13 @@ OTHERS: tuple[tuple[type[torch.nn.Module], str], ...] = (
     (torch.nn.Embedding, "embedding"),
 )
 
-# where a norm of torch has the shape of its tensors
+# the attribute of torch's norms that has the shape of their tensors
 _SIZES = ("num_features", "num_channels", "normalized_shape")
 
-# classes of torch that are no layers: their parameters are the model's own
+# classes of torch that are not layers: their parameters are the model's own
 HOLDERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 STATISTICS = ("running_mean", "running_var")
-# what a norm's tensor is where it does nothing
+# the values of a norm's tensors that have no effect
 IDENTITY = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
 
 
@@ -43,7 +43,7 @@ IDENTITY = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
 class Slot:
     """One tensor of the model; `candidates` are the keys that may hold it in a checkpoint, best first.
 
-    `prefixes`: the layer's names there. `absent`: the model's norm has no such tensor, and `tensor` is the
+    `prefixes`: the layer's names there. `absent`: the model's norm lacks this tensor, and `tensor` is the
     identity.
     """
 
@@ -65,17 +65,18 @@ class Slot:
 
     @property
     def optional(self) -> bool:
-        """Is it a counter or an index table? Other frameworks do not save those."""
+        """Whether it is a counter or an index table, which other frameworks do not save."""
         return not self.tensor.is_floating_point()
 
     @property
     def of_norm(self) -> bool:
-        """Is it one of the four tensors that a norm may have, in a layer that the framework has, too?"""
+        """Whether it is one of the four tensors that a norm may have, in a layer that the framework also
+        has."""
         return self.kind in OF_NORMS.values() and self.role in IDENTITY and bool(self.candidates)
 
     @property
     def identity(self) -> float:
-        """Of a tensor that a norm may have, what it is where it does nothing."""
+        """The values without effect of a tensor that a norm may have."""
         return IDENTITY[self.role] - (
             getattr(self.module, "weight_offset", 0.0) if self.role == "weight" else 0
         )
@@ -115,7 +116,7 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _leaves(
     module: torch.nn.Module, role: str, learned: Sequence[str], theirs: Convention
 ) -> tuple[str, ...]:
-    """The names that the framework may give this tensor of this layer."""
+    """The names that the framework may give to this tensor of this layer."""
     kind = kind_of(module)
     if theirs.framework == "torch":
         return (role,)
@@ -162,7 +163,7 @@ def slots_of(
 def _absent(
     module: torch.nn.Module, own: Mapping[str, Tensor], theirs: Convention
 ) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
-    """The tensors that a norm may have and this one lacks: the identity, and their names in the framework."""
+    """The tensors that this norm lacks, as identities, and their names in the framework."""
     kind = kind_of(module)
     if kind is None or kind not in OF_NORMS.values() or kind not in theirs.names:
         return {}
@@ -174,10 +175,11 @@ def _absent(
 
 @dataclass(frozen=True)
 class Pairing:
-    """`pairs` of a slot and its key in the checkpoint; `problems` are errors also with strict=False.
+    """`pairs` of a slot and its key in the checkpoint; `problems` are errors even with strict=False.
 
-    `lacked`: pairs of what the model's norm lacks, which must be the identity. `identity`: what the norms of
-    the checkpoint lack; it is `missing`, too, unless the checkpoint says that they were made without it.
+    `lacked`: pairs for tensors that the model's norm lacks, which must be the identity. `identity`: tensors
+    that the norms of the checkpoint lack; they are also `missing`, unless the checkpoint says that the norms
+    were made without them.
     """
 
     pairs: list[tuple[Slot, str]]
@@ -227,7 +229,7 @@ def match(slots: Sequence[Slot], keys: Sequence[str], absent: frozenset[str] = f
             missing.append(
                 f"{slot.key} ({tried if slot.candidates else f'no rule for {type(slot.module).__name__}'})"
             )
-    # numbers do not name the arrays: if the count differs, each of them may be another array
+    # numbers do not identify the arrays: if the count differs, each of them may be another array
     numbered = {_number_of(key) for slot, key in pairs if key != slot.candidates[0]}
     for prefix in sorted(layer for layer in numbered if layer is not None):
         there = [key for key in keys if _number_of(key) == prefix]

@@ -1,4 +1,4 @@
-"""ONNX files: the node that reads an initializer decides what it is; its name does not."""
+"""ONNX files: what an initializer is depends on the node that reads it, not on its name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def _layer(node: Any, inputs: list[str]) -> str:
 
 
 def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[str, float]], frozenset[str]]:
-    """The arrays by "layer.name", the norms' settings, and the keys of what a norm's node leaves out."""
+    """The arrays by "layer.name", the norms' settings, and the keys of the inputs that a norm's node leaves
+    out."""
     if not model.graph.node:
         raise InputError("it holds no graph; export the model anew")
     value_of = onnx.helper.get_attribute_value

@@ -22,7 +22,7 @@ from leannorm.interop.checkpoints.subsets import name_numbers
 
 
 def _tree(values: Mapping[str, Any], target: str, slots: Sequence[Slot]) -> dict[str, Any]:
-    """The values as the framework arranges them: Flax nested in collections, the others flat."""
+    """The values as the framework arranges them: nested in collections for Flax, flat for the others."""
     if target != "flax":
         return dict(values)
     statistics = {
@@ -55,26 +55,26 @@ def save(
     count: PerLayer = None,
     like: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Write a model's parameters and statistics under another framework's conventions; `load` the other way.
+    """Write a model's parameters and statistics under another framework's conventions; the inverse of `load`.
 
-        var = running_var * (n - 1) / n where the target keeps the biased variance and `count` gives n.
+        var = running_var * (n - 1) / n if the target keeps the biased variance and `count` gives n.
 
     Args:
         model: any module that `load` takes.
-        path: the file to write (.pdparams, .msgpack, .safetensors, .pt), or None to write none. Those that
+        path: the file to write (.pdparams, .msgpack, .safetensors, .pt), or None to write none. Formats that
             only their framework can lay out (.h5, .weights.h5, .keras, .onnx) need `like`.
         target: as `source` of `load`; "caffe" can only be read.
         names: as for `load`: modules here → their names there.
         count: as for `load`.
-        like: a file that the target framework saved of its network: the new file is a copy of it with the
+        like: a file of the same network, saved by the target framework: the new file is a copy of it with the
             model's values.
 
     Returns the mapping: for Paddle and ONNX flat, for Keras flat in the order of `set_weights`, for Flax
     nested in params and batch_stats, arrays of numpy; for torch a state_dict. bfloat16, which numpy lacks,
-    is widened to float32 in it (for Paddle: its bits as uint16, as Paddle has it).
+    is widened to float32 in it (for Paddle: its bits as uint16, as Paddle stores them).
 
     Raises: `InputError` for a layer that the target has no rule for, or a `like` that does not fit; no file
-    is written then, and none is ever left half-written. Warns (`ConventionWarning`) where count is not given.
+    is written then, and none is ever left half-written. Warns (`ConventionWarning`) if count is not given.
 
     >>> import math
     >>> import torch
@@ -121,9 +121,9 @@ def _content(
     values: Mapping[str, Tensor],
     arrays: Mapping[str, Any],
 ) -> bytes:
-    """What the file will hold."""
+    """What will be written to the file."""
     if path.suffix in WRITERS:
-        pickled = path.suffix == ".pdparams"  # holds arrays of numpy, the others tensors
+        pickled = path.suffix == ".pdparams"  # this one stores numpy arrays, the others tensors
         return WRITERS[path.suffix](_tree(arrays if pickled else values, theirs.framework, slots))
     if path.suffix not in TEMPLATES:
         raise InputError(f"{path} must end in one of {', '.join([*WRITERS, *TEMPLATES])}")

@@ -1,4 +1,5 @@
-"""Settings that a checkpoint may lack and that the caller gives: eps, momentum, values behind a variance."""
+"""Settings that a checkpoint may lack and the caller gives: eps, momentum, the number of values behind a
+variance."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class ConventionWarning(UserWarning):
 
 
 def per_layer(argument: str, setting: PerLayer, layers: Sequence[str]) -> Mapping[str, float]:
-    """The argument by layer; given as one number for all `layers`, or as a mapping from their names."""
+    """The argument by layer, given as one number for all `layers` or as a mapping from their names."""
     if setting is None or not isinstance(setting, Mapping):
         return {} if setting is None else dict.fromkeys(layers, setting)
     unknown = sorted(set(setting) - set(layers))
@@ -81,7 +82,8 @@ def warn_of(notes: Sequence[str]) -> None:
 def settings_of(
     model: torch.nn.Module, theirs: Convention, checkpoint: Checkpoint, names: Names, **settings: PerLayer
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """The eps and momentum to set by layer, and notes on those that neither the file nor the caller gives."""
+    """The eps and momentum to set by layer, and notes on those that neither the file nor the caller
+    states."""
     norms = {name: module for name, module in model.named_modules() if kind_of(module) in DEFAULT_EPS}
     changes: dict[str, dict[str, float]] = {}
     notes = []

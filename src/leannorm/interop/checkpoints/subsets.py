@@ -1,7 +1,7 @@
-"""Which of a norm's four tensors are arrays that have numbers, or no names at all?
+"""Which of a norm's four tensors is an array that has only a number, or no name at all?
 
-A layer may have been made without its scale or its shift, so that neither their count nor their shapes name
-the arrays. What can be only one set of tensors gets its names; the rest is refused.
+A layer may have been made without its scale or its shift, so neither the number of arrays nor their shapes
+identify them. Arrays that can be only one set of tensors get its names; all others are rejected.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _REMEDY = {
 
 
 def _sets_of(slots: Sequence[Slot], theirs: Convention) -> list[list[Slot]]:
-    """All sets of tensors that the source's layer may have had, in the order in which it keeps them."""
+    """All sets of tensors that the source's layer may have had, in the order in which it stores them."""
     by_role = {slot.role: slot for slot in slots}
     norm, kind = torchs_kind(slots[0].module), slots[0].kind
-    if kind == "rms_norm":  # Keras has none without a scale, but `save` writes it
+    if kind == "rms_norm":  # Keras never lacks the scale, but files that `save` writes may
         return [[by_role["weight"]], *([[]] if by_role["weight"].absent else [])]
     tracks = not by_role["running_mean"].absent
     statistics: list[tuple[str, ...]] = []
     if norm == "batch" or (norm == "instance" and tracks):
         statistics.append(STATISTICS)
-    if norm != "batch" or not tracks:  # the same of a batch norm without statistics
+    if norm != "batch" or not tracks:  # the same for a batch norm without statistics
         statistics.append(())
-    if theirs.framework == "caffe":  # those are another layer's there, and have names
+    if theirs.framework == "caffe":  # those belong to another layer there, and have names
         statistics = [()]
     return [[by_role[role] for role in (*affine, *more)] for affine in _AFFINE for more in statistics]
 
 
 def _layers(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """The slots of each module, in the model's order; a module with two names once."""
+    """The slots of each module, in the model's order; a module with two names only once."""
     layers: dict[str, list[Slot]] = {}
     for slot in slots:
         layers.setdefault(slot.module_name, []).append(slot)
@@ -85,7 +85,7 @@ def name_numbers(
         names = {slot.role: joined(prefix, _leaf(slot)) for slot in layer if slot.of_norm}
         if len(sets) == 1:
             tensors |= {names[s.role]: tensors.pop(key) for s, key in zip(sets[0], there, strict=True)}
-            if theirs.framework == "keras":  # elsewhere one norm is several layers
+            if theirs.framework == "keras":  # in other formats one norm is several layers
                 absent |= set(names.values()) - {names[slot.role] for slot in sets[0]}
             continue
         ours = [_leaf(slot) for slot in layer if slot.of_norm and not slot.absent]
@@ -103,7 +103,7 @@ def name_numbers(
 def name_list(arrays: Sequence[Tensor], slots: Sequence[Slot], theirs: Convention) -> Checkpoint:
     """A list from Keras' `get_weights()`, layer by layer in the model's order, with names.
 
-    Convolutions and linear layers may have had no bias there; one that the model's have not, they had not.
+    Convolutions and linear layers may have had no bias there, and have none if the model's have none.
     """
     sets: list[list[list[Slot]]] = []
     own: list[Slot] = []
@@ -118,7 +118,8 @@ def name_list(arrays: Sequence[Tensor], slots: Sequence[Slot], theirs: Conventio
             without = [slot for slot in new if slot.kind is None or slot.role != "bias"]
             sets.append([new, without] if len(without) < len(new) else [new])
     divisions = _divisions(arrays, sets, theirs)
-    if not any(divisions) and len(arrays) == len(own):  # a shape is wrong: it is named where it is compared
+    # a wrong shape is reported when the shapes are compared
+    if not any(divisions) and len(arrays) == len(own):
         divisions = [[own]]
     unclear = [choices for choices in divisions if len(choices) > 1]
     if unclear or sum(len(choices[0]) for choices in divisions if choices) != len(arrays):
@@ -138,7 +139,7 @@ def name_list(arrays: Sequence[Tensor], slots: Sequence[Slot], theirs: Conventio
 def _divisions(
     arrays: Sequence[Tensor], sets: Sequence[Sequence[list[Slot]]], theirs: Convention
 ) -> list[list[list[Slot]]]:
-    """Of each layer the sets that it has in some division of all arrays, in their order, among the layers."""
+    """For each layer, the sets that it has in any division of all arrays, in order, among the layers."""
 
     def fits(at: int, chosen: Sequence[Slot]) -> bool:
         return at + len(chosen) <= len(arrays) and all(

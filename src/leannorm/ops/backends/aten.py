@@ -1,10 +1,10 @@
-"""The verbs by torch's own kernels on the CPU, where the C++ kernels are not built.
+"""The verbs by torch's own kernels on the CPU, if the C++ kernels are not built.
 
-Torch's norms themselves are used where they are as exact as the reference (`native.py`). Else, of large
-tensors, the reference's formulas are few passes over some samples, or rows, at a time: a * x + b of each
-channel is torch's batch norm in evaluation, and a mean of many standard deviations is subtracted first.
-Values whose squares overflow or vanish in float32 are left to the reference, and so is what autograd or a
-compiler may record.
+Torch's norms themselves are used where they are as exact as the reference (`native.py`). Otherwise large
+tensors are computed by the reference's formulas in few passes over some samples, or rows, at a time: a * x +
+b per channel is torch's batch norm in evaluation, and a mean of many standard deviations is subtracted first.
+Values whose squares overflow or vanish in float32 are left to the reference, and so are calls that autograd
+or a compiler may record.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from leannorm.ops.backends.reference import _SLICE, activation_grad
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.precision import compute_dtype, statistics_dtype
 
-_SMALL = 1 << 12  # values, of a sample or of all: the reference takes no longer for fewer
+_SMALL = 1 << 12  # number of values, of a sample or of all, below which the reference is as fast
 
 
 def _is_exact(x: Tensor, epilogue: Epilogue) -> bool:
-    """Is what torch's norm returns, and what is made of it afterwards, rounded once?"""
+    """Whether the output of torch's norm, and what is computed from it afterwards, is rounded only once."""
     wide = x.dtype == compute_dtype(x)
     return native.dense(x) and (wide or (epilogue.residual is None and epilogue.act in ("identity", "relu")))
 
 
 def _behind(y: Tensor, epilogue: Epilogue) -> Tensor:
-    """act(y + residual), in y where that is possible."""
+    """act(y + residual), in y if that is possible."""
     if epilogue.residual is not None:
         y.add_(epilogue.residual.to(y.dtype))
     if epilogue.act == "relu":
@@ -45,7 +45,7 @@ def _behind(y: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 class Scaling(NamedTuple):
-    """a * x + b of each channel, as torch's batch norm in evaluation computes it, in one pass.
+    """a * x + b per channel, computed in one pass by torch's batch norm in evaluation.
 
     Both are (samples, C), or (1, C) for all samples.
     """
@@ -75,7 +75,7 @@ class Scaling(NamedTuple):
 
 
 class _Channels:
-    """What is kept, some samples at a time; of statistics of each sample, one sample."""
+    """The record, for some samples at a time; for one sample if each has its own statistics."""
 
     def __init__(self, kept: KeptByChannelNorm) -> None:
         self.kept, self.x, self.dtype = kept, kept.x, compute_dtype(kept.x)
@@ -96,7 +96,7 @@ class _Channels:
         return (slice(i, i + step) for i in range(0, x.shape[0], step))
 
     def values(self, part: slice) -> Tensor:
-        """x of these samples, without the larger part of a mean that is far from 0."""
+        """x of these samples, minus the larger part of a mean that is far from 0."""
         x = self.x[part].to(self.dtype)
         if self.high is None:
             return x
@@ -131,12 +131,12 @@ class _Channels:
 
 
 def _axes(x: Tensor, per_sample: bool) -> list[int]:
-    """Over which a sum is one of each channel, or of each channel of each sample."""
+    """The axes to sum over for one sum per channel, or per channel of each sample."""
     return [*range(2, x.dim())] if per_sample else [0, *range(2, x.dim())]
 
 
 class Aten(AtenRows):
-    """Torch's kernels on the CPU; in each case that they do not serve, the reference's formulas."""
+    """Torch's kernels on the CPU; the reference's formulas wherever those cannot be used."""
 
     name = "aten"
 
@@ -196,7 +196,7 @@ class Aten(AtenRows):
         return Moments(mean, m2, count)
 
     def _pieces(self, kept: KeptByChannelNorm, *others: Tensor | None) -> _Channels | None:
-        """What is kept, if torch's kernels serve it."""
+        """The record, if torch's kernels can be used for it."""
         x, mean = kept.x, kept.mean
         tensors = mean, kept.rstd, kept.weight, kept.bias, kept.residual, kept.output
         if kept.mask is not None or not native.serves(x, *tensors, *others):
@@ -204,7 +204,7 @@ class Aten(AtenRows):
         if mean.dim() == 2 and (mean.shape[0] != x.shape[0] or x.dim() == 2):
             return None
         if mean.dim() == 2 and x[0].numel() < _SMALL and not x.is_contiguous():
-            return None  # a call for each sample
+            return None  # one call per sample
         return _Channels(kept) if native.usual(mean, kept.rstd) else None
 
     @torch.no_grad()
@@ -212,11 +212,11 @@ class Aten(AtenRows):
         pieces = self._pieces(kept)
         if pieces is None:
             return super().channel_normalize(kept)
-        cheap = kept.act in ("identity", "relu")  # others have temporaries of their own
+        cheap = kept.act in ("identity", "relu")  # the others have temporaries of their own
         if cheap and pieces.high is None and _is_exact(kept.x, kept.epilogue()):
             if not pieces.per_sample:
                 return _behind(pieces.scale_and_shift(slice(None), kept.x), kept.epilogue())
-            if kept.x.is_contiguous():  # the channels of all samples as those of one
+            if kept.x.is_contiguous():  # the channels of all samples, as those of one sample
                 z = pieces.scale_and_shift.of_one_sample()(
                     slice(0, 1), kept.x.view(1, pieces.mean.numel(), -1)
                 )
@@ -256,7 +256,7 @@ class Aten(AtenRows):
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As a * dz + (b * x + c) of each channel."""
+        """dx as a * dz + (b * x + c) per channel."""
         pieces = self._pieces(kept, dy, into, *(means or ()))
         if pieces is None:
             return super().channel_input_grad(dy, kept, means, want_dz, into)
@@ -321,7 +321,7 @@ class Aten(AtenRows):
         plain = not constant and kept.mask is None and groups >= 0 and native.serves(x, *tensors)
         wide = weight is not None and weight.dtype == torch.float64 != x.dtype  # its gradients are exact
         if kept.act not in ("identity", "relu") and x.dtype != compute_dtype(x):
-            wide = True  # a rounded z may be on the other side of where the derivative jumps
+            wide = True  # a rounded z may be on the other side of a jump of the derivative
         if not plain or wide or not native.dense(x) or not native.near(kept.mean, kept.rstd):
             return super().channel_backward(dy, kept, groups, want_dz, constant, into)
         dz = self._dz(like(x, dy), kept)

@@ -17,7 +17,7 @@ from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics
 
 
 class AtenRows(Backend):
-    """Torch's layer norm, and the formula of an RMS norm some rows at a time."""
+    """Torch's layer norm, and the formula of an RMS norm for some rows at a time."""
 
     @torch.no_grad()
     def row_forward(
@@ -25,7 +25,8 @@ class AtenRows(Backend):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         given = x, residual, weight, bias, valid
         size = _row_size(x, rows)
-        between = rows.cast_before and not rows.rms  # a cast between the norm and the weight: torch has none
+        # a cast between the norm and the weight, which torch does not have
+        between = rows.cast_before and not rows.rms
         if not size or valid is not None or between or not native.serves(*given):
             return super().row_forward(*given[:4], rows, valid)
         total = x if residual is None else x + residual.to(x.dtype)
@@ -44,7 +45,7 @@ class AtenRows(Backend):
     def _rms_forward(
         self, x: Tensor, weight: Maybe, bias: Maybe, rows: Rows, size: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Some rows at a time: temporaries stay in cache."""
+        """Some rows at a time, so that temporaries stay in cache."""
         shape, dtype = x.shape[rows.start :], compute_dtype(x)
         flat = x.reshape(-1, *shape)
         rstd = flat.new_empty(flat.shape[0], *(1,) * len(shape), dtype=dtype)
@@ -89,7 +90,8 @@ class AtenRows(Backend):
         want_affine: bool,
         near: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The reference's, some rows at a time; `near`: torch's in float32, whose sums are exact."""
+        """The reference's formula for some rows at a time; `near`: torch's in float32, whose sums are
+        exact."""
         x, shape = kept.x, kept.x.shape[rows.start :]
         each, of_flat = (-1, *(1,) * len(shape)), rows._replace(start=1, stop=1 + len(shape))
         flat, dy = x.reshape(-1, *shape), dy.reshape(-1, *shape)
@@ -115,7 +117,7 @@ class AtenRows(Backend):
 
 
 def _row_size(x: Tensor, rows: Rows) -> int:
-    """Values of a row, where rows are lines of memory; else 0."""
+    """The number of values per row if rows are contiguous; otherwise 0."""
     lines = rows.stop == x.dim() and x.is_contiguous()
     return row_plan(x.shape, rows.start, rows.stop).kept if lines else 0
 

@@ -1,4 +1,4 @@
-"""What a backend is: the verbs of both families, and which tensors it can serve."""
+"""What a backend is: the verbs of both families, and the tensors that it can compute on."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from leannorm.ops.sums import SumVerbs
 
 
 class Backend(ChannelVerbs, ModulatedVerbs, SumVerbs, ABC):
-    """One implementation of the verbs. Their meaning, in plain torch, is inherited; kernels replace it.
+    """One implementation of the verbs. It inherits their definition in plain torch, and replaces it with
+    kernels.
 
     Each backend has one instance, in its module under its name in capitals; pickle and copy return that one.
     """
 
     name: str
-    launches = False  # is each operator a launch on a device?
-    as_given = False  # are tensors handed to the kernels as they are (`ops/as_given.py`)?
+    launches = False  # whether each operator is a launch on a device
+    as_given = False  # whether tensors are passed to the kernels as they are (`ops/as_given.py`)
 
     @abstractmethod
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """The reasons why these tensors cannot be served: none, if they can. `named`: chosen by name."""
+        """The reasons why it cannot compute on these tensors; none if it can. `named`: chosen by name."""
 
     @property
     def whole(self) -> Backend:
-        """This backend, or the one whose kernels it hands tensors as they are given."""
+        """This backend, or the one whose kernels get tensors as they are."""
         return self
 
     def __repr__(self) -> str:

@@ -56,7 +56,7 @@ def flat(v: Tensor | None) -> Tensor | None:
 
 
 def _is_dy(kept: KeptByChannelNorm) -> bool:
-    """Is the gradient before the activation dy itself? Then kernels do not write it."""
+    """Whether the gradient before the activation is dy itself, so that kernels do not write it."""
     return kept.act == "identity" and kept.mask is None
 
 
@@ -67,12 +67,14 @@ def _wanted_dz(dy: Tensor, dz: Tensor, kept: KeptByChannelNorm, want_dz: bool) -
 
 
 def _number(momentum: float | Tensor | None) -> float | None:
-    """A momentum that is a tensor, as its value: who keeps a call's settings must not keep the tensor."""
+    """The value of a momentum that is a tensor: a record of a call's settings must not keep the tensor
+    alive."""
     return float(momentum) if isinstance(momentum, Tensor) else momentum
 
 
 def _increment_versions(buffers: Iterable[Tensor | None]) -> None:
-    """As torch's in-place operations do, so that autograd detects an edit of a tensor that it saved."""
+    """Mark an edit as torch's in-place operations do, so that autograd detects it in a tensor that it
+    saved."""
     torch._C._increment_version([b for b in buffers if b is not None and not b.is_inference()])
 
 
@@ -102,7 +104,7 @@ class Compiled(Backend):
         return x, Epilogue(flat(weight), flat(bias), like(x, residual), act)
 
     def _kept(self, kept: KeptByChannelNorm) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """x, and the tensors behind it in the record, in the order in which operators take them."""
+        """x, and the tensors after it in the record, in the order in which operators take them."""
         x, (weight, bias, residual, _) = self._laid_out(kept.x, kept.epilogue())
         statistics = kept.mean.contiguous(), kept.rstd.contiguous()
         return x, (*statistics, weight, bias, residual, like(x, kept.output))
@@ -190,7 +192,8 @@ class Compiled(Backend):
     def row_backward(
         self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
+        """Computed in a dtype that represents dy, which is wider than x if a wider weight made the output
+        so."""
         x, mean, rstd, weight, valid = kept
         start, stop, _, rms, weight_offset, _ = rows
         input_dtype = x.dtype
@@ -205,7 +208,8 @@ class Compiled(Backend):
         return dx, dweight if want_affine else None, dbias if want_affine and not rms else None
 
     def move_running(self, running: Running, moments: Moments) -> None:
-        """One operator where no buffer needs a gradient and the counter is int64, else the plain formula."""
+        """One operator if no buffer needs a gradient and the counter is int64, otherwise the plain
+        formula."""
         mean, var, num_batches, momentum = running
         if (
             (mean is None or var is None)
@@ -222,7 +226,7 @@ class Compiled(Backend):
         return self.ops.constants_of(running_mean, running_var, eps)
 
     def sums_of(self, moments: Moments) -> Tensor:
-        """A count that only the device knows is not for the operator."""
+        """The operator does not take a count that only the device knows."""
         if isinstance(moments.count, Tensor):
             return super().sums_of(moments)
         return self.ops.sums_of(moments.mean, moments.m2, moments.count)

@@ -1,8 +1,9 @@
 """The verbs of `reference_modulated.py` as calls of operators, which see a tensor as (rows, kept).
 
-A scale, a shift and a gate of the sum become lines (groups, kept) of the arithmetic's dtype, each for as many
-rows that follow each other. One that is broadcast otherwise, over samples but not over tokens, becomes a line
-for every row. A formula of the reference serves what no kernel does: tensors of a wider dtype than the input.
+A scale, a shift and a gate of the sum become lines (groups, kept) of the arithmetic's dtype, each for the
+same number of consecutive rows. One that is broadcast otherwise, over samples but not over tokens, becomes a
+line for every row. Tensors of a wider dtype than the input, which no kernel takes, are computed by the
+reference's formula.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ def _rows(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
 
 
 def _apart(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
-    """(rows, kept), each row a line of memory; a copy only where its axes do not make it one."""
+    """(rows, kept), each row contiguous; a copy only if the axes do not make it so."""
     t = t.to(dtype).reshape(-1, prod(t.shape[start:]))
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
 def _wider(t: Tensor | None, x: Tensor) -> bool:
-    """Does t lose digits in the dtype of x?"""
+    """Whether t loses digits in the dtype of x."""
     return t is not None and torch.promote_types(t.dtype, x.dtype) != x.dtype
 
 
 def _by_group(wide: Tensor, x: Tensor, start: int) -> bool:
-    """Has v, spread to x's axes, first axes of x's sizes, and size 1 behind them?"""
+    """Whether v, spread to x's axes, has x's sizes on the first axes and size 1 after them."""
     broadcast = False
     for size, of_x in zip(wide.shape[:start], x.shape[:start], strict=True):
         if of_x == 1:
@@ -57,10 +58,11 @@ def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
 class CompiledModulated(Compiled):
     """Kernels for a scale and a shift, for a gated residual and for a gate."""
 
-    narrow_lines = False  # do the kernels take lines of x's dtype, and sum in the arithmetic's?
+    narrow_lines = False  # whether the kernels take lines of x's dtype, and sum in the arithmetic's
 
     def _lines(self, v: Tensor, x: Tensor, start: int, narrow: bool = True) -> Tensor:
-        """v as lines (groups, kept) of the arithmetic's dtype; where `narrow`, a line a row may stay."""
+        """v as lines (groups, kept) of the arithmetic's dtype; with `narrow`, a line per row may stay as it
+        is."""
         wide, shape = spread(v, x, start), x.shape[start:]
         stays = narrow and v.dtype == x.dtype and (self.narrow_lines or v.numel() == x.numel())
         if not _by_group(wide, x, start):
@@ -70,7 +72,7 @@ class CompiledModulated(Compiled):
     def ada_forward(
         self, x: Tensor, modulation: Modulation, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """weight and bias are multiplied into the lines, which are few where they are of a sample."""
+        """weight and bias are multiplied into the lines, which are few if they are per sample."""
         branch, gate, scale, shift, weight, bias = modulation
         start = rows.start
         if x.numel() == 0 or _wider(branch, x):

@@ -1,4 +1,4 @@
-"""The library of the C++ kernels: is it there, whole, and built for the operators of this source?"""
+"""The library of the C++ kernels: is it there, complete, and built for the operators of this source?"""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def load(path: Path = PATH) -> str | None:
 
 
 def last_cache(machine: Path | None = None) -> str:
-    """The last cache before memory as the loaded kernels see it, in words; or of what a folder describes.
+    """The last-level cache as the loaded kernels see it, in words, or the one that a folder describes.
 
-    The folder is one like Linux's /sys/devices/system/cpu.
+    The folder has the layout of Linux's /sys/devices/system/cpu.
     """
     ask = ctypes.CDLL(str(PATH)).leannorm_last_cache
     ask.restype = ctypes.c_char_p
@@ -47,9 +47,9 @@ def last_cache(machine: Path | None = None) -> str:
 
 
 def why_unfit(path: Path, stamp: bytes, others: str) -> str | None:
-    """What would end the process, or give wrong results, if the library were loaded; None if nothing does.
+    """Why loading the library would end the process or give wrong results; None if it would not.
 
-    A library that fits holds the `stamp`; one that does not was built for `others`.
+    A library that fits contains the `stamp`; one that does not was built for `others`.
     """
     with path.open("rb") as file:
         header = file.read(64)
@@ -62,7 +62,8 @@ def why_unfit(path: Path, stamp: bytes, others: str) -> str | None:
 
 
 def _end_of_sections(header: bytes) -> int:
-    """Where the last part of an ELF library ends, in bytes: nothing more is mapped; 0 of other formats."""
+    """Where the last part of an ELF library ends, in bytes, as nothing beyond is mapped; 0 for other
+    formats."""
     if header[:4] != b"\x7fELF":
         return 0
     offset, size, count = struct.unpack_from("<Q10xHH", header, 0x28)

@@ -1,8 +1,8 @@
-"""Torch's own norms as verbs on the CPU, where they are as exact as the reference: else None.
+"""Torch's own norms as verbs on the CPU, if they are as exact as the reference; otherwise None.
 
-Torch rounds a mean to float32, and squares in float32 what is in half precision: so a mean of many standard
-deviations, and values whose squares overflow or vanish, are for other code. Of a group norm torch gives 1 /
-sqrt(var + eps) alone, from which a variance near eps cannot be read.
+Torch rounds a mean to float32, and squares half-precision values in float32. So a mean of many standard
+deviations, and values whose squares overflow or vanish, are left to other code. For a group norm torch
+returns only 1 / sqrt(var + eps), from which a variance near eps cannot be computed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dty
 
 _ATEN = torch.ops.aten
 _NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
-_USUAL = 1e-10, 1e10  # of rstd: its square is far from what float32 cannot hold
-_OF_EPS = 16.0  # times eps: a variance of more is read from 1 / sqrt(var + eps) to some 1e-7
-_FEW = 8  # channels of a group: of fewer torch's backward pass is several times slower in channels_last
+_USUAL = 1e-10, 1e10  # bounds of rstd: its square is far from the limits of float32
+_OF_EPS = 16.0  # times eps: a larger variance is computed from 1 / sqrt(var + eps) to some 1e-7
+_FEW = 8  # channels of a group: with fewer, torch's backward pass is several times slower in channels_last
 
 
 def usual(mean: Tensor, rstd: Tensor) -> bool:
-    """May the statistics be squared, and are they finite?"""
+    """Whether the statistics are finite and may be squared."""
     if not rstd.numel():
         return False
     low, high = torch.aminmax(rstd)
@@ -36,7 +36,7 @@ def far(mean: Tensor, rstd: Tensor) -> bool:
 
 
 def near(mean: Tensor, rstd: Tensor) -> bool:
-    """Are the statistics usual, and no mean far from 0?"""
+    """Whether the statistics are ordinary, with no mean far from 0."""
     return usual(mean, rstd) and not far(mean, rstd)
 
 
@@ -45,22 +45,23 @@ def dense(x: Tensor) -> bool:
 
 
 def serves(x: Tensor, *others: Tensor | None) -> bool:
-    """Are these plain tensors, of which nobody records what is computed?"""
+    """Whether these are plain tensors and nothing records the computation."""
     if traced() or transformed(x, *others) or recorded(x, *others):
         return False
     return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
 
 
 def adds_in_a_row(x: Tensor) -> bool:
-    """Does torch add up a channel one value after the other? It does in channels_last."""
+    """Whether torch adds up a channel one value after the other, as it does in channels_last."""
     return x.dtype == compute_dtype(x) and memory_format(x) != torch.contiguous_format
 
 
 def batch_moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Mean and variance of every channel; None where torch's lose digits."""
+    """Mean and variance of every channel; None if torch's lose digits."""
     if not dense(x) or adds_in_a_row(x):
         return None
-    unused = torch.zeros(x.shape[1], dtype=compute_dtype(x))  # half precision asks for float32 by them
+    # torch computes half precision in float32 if these are float32
+    unused = torch.zeros(x.shape[1], dtype=compute_dtype(x))
     mean, var = _ATEN.batch_norm_update_stats(x, unused, unused.clone(), 1.0)
     if not bool(torch.addcmul(var, mean, mean, value=-1 / _NEAR**2).min() >= 0):
         return None
@@ -70,12 +71,12 @@ def batch_moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
     if bool(low <= _USUAL[1] ** -2):
         few = var <= _USUAL[1] ** -2
         if bool(var[few].any()) or bool(x[:, few].any()):
-            return None  # but channels of zeros alone
+            return None  # unless the channels are all zeros
     return mean, var
 
 
 def group_moments(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Mean, M2 and rstd of every group of every sample; None where torch's lose digits."""
+    """Mean, M2 and rstd of every group of every sample; None if torch's lose digits."""
     if not dense(x):
         return None
     dtype, wide, (samples, channels) = compute_dtype(x), statistics_dtype(x), x.shape[:2]
@@ -91,7 +92,7 @@ def group_moments(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, T
 
 
 def channel_backward(dz: Tensor, kept: KeptByChannelNorm, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias of batch and group norm, from usual statistics that are not far from 0."""
+    """dx, dweight and dbias of batch and group norm, for ordinary statistics that are not far from 0."""
     x, weight = kept.x, kept.weight
     dtype = compute_dtype(x)
     mean, rstd = kept.mean.to(dtype), kept.rstd.to(dtype)

@@ -1,20 +1,20 @@
 """The specification: every verb of both families in plain torch, on any device and dtype.
 
-A tensor is seen as (outer, kept, inner). The channel family keeps statistics of every `kept` index over
+A tensor is viewed as (outer, kept, inner). The channel family keeps statistics of every `kept` index over
 outer and inner (batch, sync, group, instance norm); the row family normalizes over `kept`, with
 statistics of every (outer, inner) (layer, RMS norm). Both are five verbs:
 
     moments -> merge (`ops/sums.py`) -> normalize -> gradient sums -> input gradient
 
-Everything here is differentiable torch, so autograd can differentiate it again. Where autograd does not
-record, the channel family works through the batch in slices that stay in cache, so that no temporary is
-as large as the input. The other backends compute the same numbers faster. Half precision is
-computed in float32 and cast once, at the end. The row family stands in `reference_rows.py`.
-`REFERENCE` of `ops/backends` has all of these verbs and nothing else.
+Everything here is differentiable torch, so autograd can differentiate it again. If autograd does not record,
+the channel family works through the batch in slices that stay in cache, so that no temporary is as large as
+the input. The other backends compute the same numbers faster. Half precision is computed in float32 and cast
+once, at the end. The row family is in `reference_rows.py`. `REFERENCE` of `ops/backends` has all of these
+verbs and nothing else.
 
-Where some positions are no data (padding), a mask says so: bool, (N, positions of a sample). What stands at
-the others, NaN too, is replaced before it meets anything (a product with 0 would not be 0), and results there
-are 0. Counts are then float64 tensors, () or (N, 1), as the host may not know them.
+If some positions are not data (padding), a mask marks those that are: bool, (N, positions of a sample).
+Values at the other positions, even NaN, are replaced before they are used (a product with 0 would not be 0),
+and results there are 0. Counts are then float64 tensors, () or (N, 1), as the host may not know them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
 
 def _slices(x: Tensor, mask: Tensor | None, *others: Tensor | None) -> list[slice]:
-    """Ranges of samples that fit the cache; one range where autograd, a transform or a compiler records.
+    """Ranges of samples that fit the cache; one range if autograd, a transform or a compiler records.
 
-    One on a device, too, where there is a mask.
+    Also one range on a device if there is a mask.
     """
     whole = x.numel() <= _SLICE or (mask is not None and x.device.type != "cpu")
     if whole or differentiable(x, mask, *others):
@@ -75,7 +75,7 @@ def over_channels(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def at_data(mask: Tensor | None, v: MaybeTensor, fill: Tensor | float = 0.0) -> MaybeTensor:
-    """v, and `fill` where the mask says that there is no data; in the layout of v."""
+    """v, with `fill` at the positions that the mask does not mark as data; in the layout of v."""
     if v is None or mask is None:
         return v
     if not isinstance(fill, Tensor):
@@ -84,7 +84,7 @@ def at_data(mask: Tensor | None, v: MaybeTensor, fill: Tensor | float = 0.0) -> 
 
 
 def _of_samples(part: slice, kept: KeptByChannelNorm) -> KeptByChannelNorm:
-    """What is kept of these samples. Where there is no data x is its mean, and the residual 0."""
+    """The record of these samples. At positions that are not data x is its mean, and the residual 0."""
     x, mean, mask = kept.x[part], _at(part, kept.mean), _rows(kept.mask, part)
     if mask is not None:
         x = at_data(mask, x, _per_channel(mean.detach(), x))
@@ -95,13 +95,13 @@ def _of_samples(part: slice, kept: KeptByChannelNorm) -> KeptByChannelNorm:
 
 
 def _block(x: Tensor, statistics: Tensor) -> int:
-    """How many samples share statistics, where it is neither one nor all: those of ghost batch norm."""
+    """How many samples share statistics, if it is neither one nor all, as in ghost batch norm."""
     sets = statistics.shape[0] if statistics.dim() == 2 else 0
     return 0 if sets in (0, x.shape[0]) else x.shape[0] // sets
 
 
 def _in_blocks(size: int, kept: KeptByChannelNorm) -> KeptByChannelNorm:
-    """What is kept, each block of so many samples as one sample."""
+    """The record, with each block of that many samples as one sample."""
     tensors = kept.x, kept.residual, kept.output
     x, residual, output = (None if t is None else in_blocks(t, size) for t in tensors)
     assert x is not None
@@ -114,7 +114,7 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 
 
 def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """(x - mean) * rstd in compute dtype; the mean is split in two so that a large one loses nothing."""
+    """(x - mean) * rstd in compute dtype; the mean is split in two so that a large one loses no digits."""
     dtype = compute_dtype(x)
     high = mean.to(dtype)
     low = (mean - high.to(mean.dtype)).to(dtype)
@@ -130,7 +130,8 @@ def _before_activation(xhat: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 def activation_grad(dy: Tensor, kept: KeptByChannelNorm, z: Callable[[], Tensor]) -> Tensor:
-    """dz: the gradient before the activation, by its output where that is kept, else by its input `z()`."""
+    """dz: the gradient before the activation, from its output if that is kept, otherwise from its input
+    `z()`."""
     dz, activation = dy.to(compute_dtype(kept.x)), ACTIVATIONS[kept.act]
     if kept.act == "identity":
         return dz
@@ -140,7 +141,7 @@ def activation_grad(dy: Tensor, kept: KeptByChannelNorm, z: Callable[[], Tensor]
 
 
 def _gradient(dy: Tensor, part: slice, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor, KeptByChannelNorm]:
-    """dz and xhat of these samples, and what is kept of them."""
+    """dz and xhat of these samples, and their record."""
     some = _of_samples(part, kept)
     xhat = _xhat(some.x, some.mean, some.rstd)
     dy = at_data(some.mask, dy[part])
@@ -151,7 +152,7 @@ class ChannelVerbs(RunningVerbs):
     """Statistics of every channel, or of every group of every sample: batch, sync, group, instance norm."""
 
     def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
-        """Mean and M2 of every channel (or of every group of every sample); 0 and 0 where there is no value.
+        """Mean and M2 of every channel (or of every group of every sample); 0 and 0 if there is no value.
 
         Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
         would be 0 in exact arithmetic, corrects the rounding of the first.
@@ -178,7 +179,7 @@ class ChannelVerbs(RunningVerbs):
 
         zero = x.new_zeros((plan.kept,), dtype=dtype)
         mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / at_least_one(of_each)
-        # 0 in place of an infinite mean, the difference from which would be infinite or NaN
+        # 0 instead of an infinite mean, the difference from which would be infinite or NaN
         rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x))
         rest, m2 = zero, zero
         for part in parts:
@@ -220,7 +221,7 @@ class ChannelVerbs(RunningVerbs):
         return self.channel_normalize(kept_of(x, *self.constants_of(mean, var, eps), epilogue))
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
-        """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else of each set."""
+        """Sums of dz and of dz * xhat: (C,) if the statistics are of the batch, otherwise per set."""
         x, mean = kept.x, kept.mean
         if block := _block(x, mean):
             return self.channel_grad_sums(in_blocks(dy, block), _in_blocks(block, kept))
@@ -243,9 +244,9 @@ class ChannelVerbs(RunningVerbs):
     ) -> tuple[Tensor, Tensor | None]:
         """dx = rstd * (weight * dz - mean_dz - xhat * mean_dz_xhat), and dz (the residual's gradient).
 
-        Both in x's dtype; dz if it is wanted. The `means` over the set, of weight*dz and of weight*dz*xhat,
-        have the statistics' shape; None where the statistics are constants (evaluation). `into`, for example
-        x, may be overwritten with dx.
+        Both in x's dtype; dz only on request. The `means` over the set, of weight*dz and of weight*dz*xhat,
+        have the statistics' shape; None if the statistics are constants (evaluation). `into`, for example x,
+        may be overwritten with dx.
         """
         x, weight = kept.x, kept.weight
         if block := _block(x, kept.mean):
@@ -295,7 +296,7 @@ class ChannelVerbs(RunningVerbs):
         running: Running | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """moments and normalize as one call, which may also move running statistics.
+        """moments and normalize as one call, which may also update running statistics.
 
         Returns y, mean, m2, rstd and, with a mask, the count.
         """
@@ -323,7 +324,7 @@ class ChannelVerbs(RunningVerbs):
         sums, means = self.channel_grad_sums(dy, kept), None
         if not constant:
             plan = channel_plan(x.shape, groups)
-            of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are of each channel
+            of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are per channel
             count = plan.outer * plan.inner if kept.size is None else kept.size
             means = self.channel_means(sums, weight, of_channels, count)
         dx, dz = self.channel_input_grad(dy, kept, means, want_dz, into)

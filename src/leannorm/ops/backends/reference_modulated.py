@@ -1,8 +1,8 @@
-"""The reference's row norms that meet more than parameters: a scale and a shift, a gate. Read
+"""The reference's row norms with inputs besides the parameters: a scale and a shift, a gate. Read
 `reference_rows.py` first.
 
-All normalize the axes from `start` to the last. A scale, a shift and the gate of a residual have the
-normalized shape behind some of the input's leading axes, each of its size or 1; over the others they are
+All normalize the axes from `start` to the last. A scale, a shift and the gate of a residual have some of the
+input's leading axes, each of its size or 1, followed by the normalized shape; over the other axes they are
 broadcast.
 """
 
@@ -42,7 +42,7 @@ class ModulatedVerbs(RowVerbs):
     def add_gated_backward(
         self, dtotal: Tensor, branch: Tensor | None, gate: Tensor | None, start: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of the branch, and of the gate where the branch is given."""
+        """The gradients of the branch, and of the gate if the branch is given."""
         if gate is None:
             return dtotal, None
         dtype = compute_dtype(dtotal)
@@ -53,7 +53,7 @@ class ModulatedVerbs(RowVerbs):
     def ada_forward(
         self, x: Tensor, modulation: Modulation, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, x + gate * branch (x itself where there is no branch), mean, rstd."""
+        """y, x + gate * branch (x itself without a branch), mean, rstd."""
         branch, gate, scale, shift, weight, bias = modulation
         dtype, start = compute_dtype(x), rows.start
         total = x if branch is None else self.add_gated(x, branch, gate, start)
@@ -74,7 +74,7 @@ class ModulatedVerbs(RowVerbs):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """dx (of the sum), dscale, dshift, dweight, dbias, all but dx in the compute dtype.
 
-        A kernel may give dscale and dshift in x's dtype where they are no sums.
+        A kernel may return dscale and dshift in x's dtype if they are not sums.
         """
         x, mean, rstd, scale, weight, bias, *_ = kept
         dtype, start = mean.dtype, rows.start

@@ -30,9 +30,9 @@ def shifted_weight(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_then_weighted(xhat: Tensor, weight: Tensor | None, offset: float, *span: int) -> Tensor:
-    """xhat, which has the input's dtype, times (weight + offset), in the dtype to which torch promotes both.
+    """xhat, which has the input's dtype, times (weight + offset), in the dtype that torch promotes both to.
 
-    It is torch's own product, so that it is Llama's formula to the bit in any mix of dtypes.
+    It is torch's own product, so it equals Llama's formula bit for bit in any mix of dtypes.
     """
     if weight is None:
         return xhat
@@ -42,18 +42,19 @@ def rounded_then_weighted(xhat: Tensor, weight: Tensor | None, offset: float, *s
 
 
 def of_valid(valid: Tensor | None, v: MaybeTensor) -> MaybeTensor:
-    """v with 0 in all rows that are not valid, whatever they hold; in v's layout."""
+    """v with 0 in all rows that are not valid, whatever their values are; in v's layout."""
     return v if valid is None or v is None else v.masked_fill(~valid, 0)
 
 
 class RowVerbs:
     """Statistics of every row: layer and RMS norm over the axes start..stop-1.
 
-    `valid` is bool, of the statistics' shape: a row where it is False is not read, and gets zeros.
+    `valid` is bool, of the statistics' shape: a row for which it is False is not read, and gets zeros.
     """
 
     def row_moments(self, x: Tensor, rows: Rows, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
+        """mean and rstd of every row, in compute dtype, with size 1 for the normalized axes (RMS: mean is
+        0)."""
 
         def rstd_of(square: Tensor) -> Tensor:
             square = square + rows.eps
@@ -78,7 +79,7 @@ class RowVerbs:
     ) -> Tensor:
         """(x - mean) * rstd * (weight + weight_offset) + bias, in x's dtype.
 
-        With `cast_before`, which takes no bias, as `rounded_then_weighted`.
+        With `cast_before`, which takes no bias, computed by `rounded_then_weighted`.
         """
         y, start, stop = (in_dtype(x, mean.dtype) - mean) * rstd, rows.start, rows.stop
         if rows.cast_before:
@@ -91,7 +92,7 @@ class RowVerbs:
     def row_forward(
         self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, x + residual (x itself where there is none), mean, rstd."""
+        """y, x + residual (x itself without one), mean, rstd."""
         total = x if residual is None else of_valid(valid, x + residual.to(x.dtype))
         mean, rstd = self.row_moments(total, rows, valid)
         y = self.row_normalize(of_valid(valid, total), mean, rstd, weight, bias, rows)
@@ -110,9 +111,9 @@ class RowVerbs:
     def row_input_grad(self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows) -> Tensor:
         """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
 
-        With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
+        With ds = sum(dy*w*x), db = sum(dy*w), n values per row:
         a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
-        Written here for xhat = (x - mean)*rstd in place of x, which is the same formula without the
+        Written here with xhat = (x - mean)*rstd instead of x, which is the same formula without the
         cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
         """
         x, mean, rstd, weight, _ = kept
@@ -133,7 +134,8 @@ class RowVerbs:
     def row_backward(
         self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None if unwanted, RMS has no bias)."""
+        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None unless requested; RMS: no
+        bias)."""
         valid = kept.valid
         if valid is not None:
             dy, dtotal = of_valid(valid, dy), of_valid(valid, dtotal)

@@ -1,15 +1,15 @@
-"""Per-channel norms as `torch.compile` is to see them: the moments are an operator, all else is a formula.
+"""Per-channel norms as `torch.compile` sees them: the moments are an operator, everything else is a formula.
 
-An operator is opaque. The compiler cannot fuse it with its neighbours, cannot compute its output again in
-place of saving it (an activation in front of squeeze-and-excite was saved beside the norm's input), and must
-hand it the layout of the eager program: compiled convolutions on a CPU are channels_last, so tensors were
-copied before and after each operator. So all that treats elements one by one is written out here, and so are
-the gradients' sums, which the compiler joins with what they are of. The moments stay an operator, which takes
-any layout: it reads the input once, where a formula as exact reads it three times.
+An operator is opaque. The compiler cannot fuse it with its neighbours, cannot recompute its output instead of
+saving it (an activation before squeeze-and-excite would be saved in addition to the norm's input), and must
+pass it the layout of the eager program: compiled convolutions on a CPU are channels_last, so tensors would be
+copied before and after each operator. So everything elementwise is written out here, and so are the
+gradients' sums, which the compiler fuses with what they sum. The moments stay an operator, which takes any
+layout: it reads the input once, while an equally exact formula reads it three times.
 
-What is per channel is computed in float64 and cast once, into the rows of one small tensor: as a part of the
-formula it would be computed for every element. As in all kernels the mean is subtracted in two parts: the
-larger from x, which is exact where it matters, the rest behind the scaling.
+Per-channel values are computed in float64 and cast once, into the rows of one small tensor; as a part of the
+formula they would be computed for every element. As in all kernels the mean is subtracted in two parts: the
+larger one from x, which is exact where it matters, the rest after the scaling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shown(Backend):
     name = "shown"
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """It serves where the operators do, and is never named."""
+        """It is used where the operators are, and is never chosen by name."""
         return []
 
     def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
@@ -91,7 +91,7 @@ def _rows(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
 
 
 def _centred(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
-    """(x - mean) * scale + shift; all but x have a value a channel."""
+    """(x - mean) * scale + shift; all but x have one value per channel."""
     mean = _of_channels(x, mean)
     large = mean.to(compute_dtype(x))
     rest = (large - mean) * scale
@@ -114,9 +114,9 @@ SHOWN = Shown()
 
 
 def shown(backend: Backend, groups: int = 0, mask: Tensor | None = None) -> Backend:
-    """In compiled code `SHOWN` in the place of a backend whose verbs are operators.
+    """In compiled code `SHOWN` instead of a backend whose verbs are operators.
 
-    Not for statistics of groups of samples (`groups` below 0), nor with a mask.
+    Not for statistics of groups of samples (`groups` below 0), and not with a mask.
     """
     if traced() and isinstance(backend, Compiled) and groups >= 0 and mask is None:
         return SHOWN

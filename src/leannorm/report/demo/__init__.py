@@ -1,1 +1,1 @@
-"""What does `lean()` save, and is the training the same? On two usual networks, and on handwritten digits."""
+"""What does `lean()` save, and is training the same? On two common networks, and on handwritten digits."""

@@ -1,4 +1,4 @@
-"""`demo`: what `lean()` saves on two usual networks, and a training that is the same under it."""
+"""`demo`: what `lean()` saves on two common networks, and a training run that stays the same under it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NEXT = "For a model of yours: leannorm profile timm:resnet50 --input 8x3x224x224
 
 @dataclass(repr=False)
 class DemoReport(PagedReport):
-    """What `demo` measured; true where training under `lean()` is stock's, bit for bit.
+    """What `demo` measured; true if training under `lean()` equals plain PyTorch bit for bit.
 
-    `repeats`: are the bits of a second stock training those of the first? Some kernels' on GPUs are not.
+    `repeats`: whether a second run in plain PyTorch gives the bits of the first. Some kernels on GPUs do not.
     """
 
     networks: list[Saved]
@@ -95,7 +95,7 @@ def demo(
     memory: str = MEMORY,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> DemoReport:
-    """Measure the networks stock and under `lean()`; then train digits in both ways, and compare all bits.
+    """Measure the networks in plain PyTorch and under `lean()`; train digits both ways and compare all bits.
 
     Raises: `InputError` for numbers out of range and for a device that torch cannot use,
     `MissingDependencyError` without scikit-learn.

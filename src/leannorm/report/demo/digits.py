@@ -1,4 +1,4 @@
-"""Real handwritten digits, a network for them, and its training, stock or under `lean()`."""
+"""Real handwritten digits, a network for them, and its training, in plain PyTorch or under `lean()`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Digits(NamedTuple):
 def load() -> Digits:
     """Scikit-learn's 1,797 digits, in a fixed split; they need no download.
 
-    Raises MissingDependencyError where scikit-learn is not installed.
+    Raises MissingDependencyError if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -110,7 +110,8 @@ def check(digits: Digits, epochs: int, batch_size: int, seed: int) -> None:
 def train(
     digits: Digits, epochs: int, batch_size: int, seed: int, name: str, progress: Callable[[str], None]
 ) -> tuple[Trained, dict[str, Tensor]]:
-    """A training in one of the `WAYS`, and the weights and buffers at its end; torch's random state stays."""
+    """Train in one of the `WAYS`; returns the weights and buffers at the end. torch's random state is
+    unchanged."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = DigitNetwork().to(digits.images.device)

@@ -1,4 +1,4 @@
-"""Two networks as people train them, in plain torch: a ResNet-50 and a vision transformer."""
+"""Two common networks, in plain torch: a ResNet-50 and a vision transformer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lean()` saves on networks as people train them: bytes, time, and the batch that fits."""
+"""What `lean()` saves on common networks: bytes, time, and the batch that fits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from leannorm.report.fit import FitReport, fit
 from leannorm.report.memory_report import Measured, MemoryReport, setting_table
 from leannorm.report.profile import profile
 
-MEMORY = "16 GB"  # in which the largest batch is looked for, in images of 224×224
+MEMORY = "16 GB"  # the memory for which the largest batch is searched, with images of 224×224
 
 
 class Network(NamedTuple):
-    """A network, the images that it is measured on, and one of those whose largest batch is looked for."""
+    """A network, the images that it is measured on, and one image of the size for the largest batch."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -28,13 +28,14 @@ class Network(NamedTuple):
 
 
 NETWORKS = (
-    Network("ResNet-50", resnet50, (8, 3, 128, 128)),
-    Network("vision transformer", VisionTransformer, (4, 3, 224, 224)),
+    Network("ResNet-50", resnet50, (4, 3, 128, 128)),
+    Network("vision transformer", VisionTransformer, (2, 3, 224, 224)),
 )
 
 
 class Saved(NamedTuple):
-    """One network's step, stock and under each setting of `lean()`, and the largest batches in a memory."""
+    """One network's step, in plain PyTorch and under each setting of `lean()`, and the largest batches in a
+    memory."""
 
     network: str
     steps: MemoryReport
@@ -42,12 +43,12 @@ class Saved(NamedTuple):
 
     @property
     def leanest(self) -> Measured:
-        """The setting that holds least."""
+        """The setting that keeps least."""
         return min(self.steps.settings, key=lambda setting: setting.kept)
 
     @property
     def larger_batch(self) -> float:
-        """The largest batch under the leanest setting, of stock's."""
+        """The largest batch under the leanest setting, relative to plain PyTorch."""
         sizes = {one.name: one.batch for one in self.batches.fits}
         return sizes[self.leanest.name] / sizes["stock"]
 
@@ -65,7 +66,7 @@ def measured(
     memory: str = MEMORY,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Saved]:
-    """Each network's few steps on random images, then the largest batches on fake tensors.
+    """Run a few steps of each network on random images, then find the largest batches on fake tensors.
 
     >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))

@@ -1,4 +1,4 @@
-"""The checks, in the order in which findings of one severity stand."""
+"""The checks, in the order in which findings of one severity are listed."""
 
 from __future__ import annotations
 

@@ -38,37 +38,40 @@ def doctor(
     averaged: Module | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> DoctorReport:
-    """Look at every norm layer of a model, and say what is wrong, where, by which number, and what fixes it.
+    """Examine every norm layer of a model, and report what is wrong, where, a number, and what fixes it.
 
     Knows leannorm's, torch's, timm's and torchvision's layers and their subclasses, frozen batch norms, and
     layer and RMS norms of other packages by the name of their class. Nothing of the model is changed:
-    parameters, buffers, counters, modes, hooks, gradients, random numbers; also where a forward pass raises.
+    parameters, buffers, counters, modes, hooks, gradients, random numbers; even if a forward pass raises.
 
-    A model in training mode is taken with the modes that its layers have. One in evaluation mode is run in
-    the modes that its `train()` gives, and its layers' modes are not judged. Passes run without gradients, on
+    A model in training mode is examined with the modes that its layers have. One in evaluation mode is run in
+    the modes that its `train()` sets, and its layers' modes are not judged. Passes run without gradients, on
     copies of parameters and buffers.
 
     In a job of several ranks, call it on each of them with the batches that it would train on. They then
     compare settings, modes, the groups of synchronized norms, and the copies of weights and buffers, and on
-    one small backward pass the gradients of gamma and beta. All have the same findings, and what not all
-    found says on which rank. Where ranks say that something is wrong, no pass is run.
+    one small backward pass the gradients of gamma and beta. All have the same findings; a finding that not
+    all ranks have names its ranks. If ranks disagree, no pass is run.
 
     Args:
-        batches: a tensor, a mapping, or a tuple of all arguments is one batch; of a list or another iterable,
-            such as a DataLoader, the first eight are taken, and of ranks as many as all have. They should be
-            those of training. Of a tuple among several, what the model's forward must have is taken.
-        optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
-        forward: called as `forward(model, batch)`, where a batch is passed otherwise.
-        backward: of several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
+        batches: a tensor, a mapping, or a tuple of all arguments is one batch; from a list or another
+            iterable, such as a DataLoader, the first eight are used, on several ranks as many as all have.
+            They should be those of training. If a batch among several is a tuple, the entries that the
+            model's forward requires are used.
+        optimizer: one or several; needed to find weight decay on gamma and beta, and parameters in no
+            optimizer.
+        forward: called as `forward(model, batch)`, if a batch is to be passed in another way.
+        backward: on several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
             forward and backward pass, and the sums that a trainer makes after it. Without it gradients are
-            compared between ranks with equal batches, those that cut one model's work. Not between a forward
-            and its backward pass: under DistributedDataParallel it is a step.
+            compared between ranks with equal batches, which share one model's work. Do not call it between a
+            forward and its backward pass: under DistributedDataParallel it is a step.
         averaged: a model that follows this one (an `AveragedModel`, a target network, a federated server's).
-        group: the ranks with this rank's model, whole or cut; by default all. A pipeline gives its stage's.
+        group: the ranks with this rank's model, whole or sharded; by default all. In a pipeline, pass
+            the stage's.
 
-    Raises: `SyncError` on every rank where ranks have other models, one raises or dies, or does not come
-        within the group's timeout. `InputError` for no batch, for batches where lazy layers have no
-        parameters yet, and for an optimizer's step in the backward pass; and what the model's passes raise.
+    Raises: `SyncError` on every rank if ranks have other models, or one raises, dies, or does not arrive
+        within the group's timeout. `InputError` for no batch, for lazy layers without parameters, and for an
+        optimizer's step in the backward pass; and what the model's passes raise.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.9))
@@ -97,7 +100,7 @@ def examine(
     passed: str = "",
     meeting: Meeting | None = None,
 ) -> DoctorReport:
-    """`doctor` by some of the checks, and with the other ranks of a meeting."""
+    """`doctor` with some of the checks, and with the other ranks of a meeting."""
     with meeting or nullcontext():
         _checks.module(model, "doctor")
         if averaged is not None:
@@ -134,7 +137,7 @@ def examine(
 class Common:
     """What the ranks of a meeting find together, the same on each.
 
-    `batches` are those to run, none where something is wrong; `compares`: are gradients to be compared?
+    `batches` are those to run, none if something is wrong; `compares`: whether to compare gradients.
     """
 
     def __init__(self, meeting: Meeting, subject: Subject, batches: list[Any] | None, steps: bool) -> None:
@@ -155,7 +158,8 @@ class Common:
     def joined(
         self, faults: list[tuple[Check, Found]], gradients: Gradients, shown: dict[str, list[float]]
     ) -> list[tuple[Check, Found]]:
-        """What ranks found together and each by itself; of one fault of several ranks the largest."""
+        """What ranks found together and each by itself; if several ranks have one fault, the largest
+        finding."""
 
         def decide(posts: list[Any]) -> Any:
             subject = self._subject
@@ -175,7 +179,7 @@ class Common:
 
 
 def _of_some(several: list[tuple[Found, int]], ranks: int) -> Found:
-    """The largest of one fault's findings, each with its rank; says on which ranks, where not on all."""
+    """The largest finding of one fault; says on which ranks it occurs, if not on all."""
     one = max((one for one, _ in several), key=_size)
     if len(several) == ranks:
         return one
@@ -203,7 +207,7 @@ def _is_lazy(module: Module) -> bool:
 
 
 def _optimizers(optimizers: Any) -> dict[str, torch.optim.Optimizer]:
-    """Each by the expression that names it."""
+    """Each optimizer by the expression that names it."""
     if optimizers is None:
         return {}
     if hasattr(optimizers, "param_groups"):

@@ -18,10 +18,10 @@ LEAST_GAP = 0.5
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of one layer: `value` is the number by which it is known, `remedy` the lines that mend it.
+    """One fault of one layer: `value` is the number that shows it, `remedy` the lines that fix it.
 
     A remedy is Python that runs as printed, with `model` and the other names of `doctor`'s arguments. A line
-    that begins with "# or" is another remedy; what no code can do is a sentence in a comment.
+    that begins with "# or" is another remedy; what code cannot do is a sentence in a comment.
 
     `severity` is "error" (outputs are wrong), "warning" (they may be) or "note" (it costs something). `size`
     ranks it among those of its check, `title` heads them, `unit` says what `value` counts.
@@ -43,11 +43,11 @@ class Finding:
 
 @dataclass
 class LayerState:
-    """A norm layer by name, and what the batches showed; None is what they did not show, or what it has not.
+    """A norm layer by name, and what the batches showed; None if they did not show it, or the layer lacks it.
 
     `gap`: the distance between the batches' statistics and the running ones, in standard deviations.
     `mean_gap` is the part of the means, `spread` the ratio of the standard deviations, batches to running;
-    `least` the gap from which on it is a finding.
+    `least` the gap from which on it is reported.
     """
 
     name: str
@@ -65,14 +65,13 @@ class LayerState:
 
 @dataclass(repr=False)
 class DoctorReport(PagedReport):
-    """What `doctor` found, most severe first; true where there is nothing.
+    """What `doctor` found, most severe first; true if nothing was found.
 
     `layers` has every norm layer in the model's order. `batches` is the number of batches that were run,
-    `waiting` of those that were given and not run, as ranks have to agree first.
-    `stopped` says why batches could not be run, where the command line has gone on without them.
-    `difference`: by how much the outputs in training and in evaluation mode differ, with dropout off in both,
-    relative to their size; None without batches. `follows` says what that means where no
-    finding explains it.
+    `waiting` of those that were given and not run, as ranks have to agree first. `stopped` says why batches
+    could not be run, if the command line has continued without them. `difference`: by how much the outputs in
+    training and in evaluation mode differ, with dropout off in both, relative to their size; None without
+    batches. `follows` says what that means if no finding explains it.
 
     >>> import torch, leannorm
     >>> report = leannorm.doctor(torch.nn.BatchNorm1d(4, momentum=0.99))
@@ -132,7 +131,7 @@ class DoctorReport(PagedReport):
 
 
 def _by_check(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
-    """The findings of each check and severity, under its title, in their order."""
+    """The findings of each check and severity, under its title, in order."""
     groups = grouped(((one.title or one.check, one.severity), one) for one in report.findings)
     return [(title, findings) for (title, _), findings in groups.items()]
 
@@ -175,7 +174,7 @@ def _page(report: DoctorReport) -> str:
 
 
 def _bars(report: DoctorReport) -> Section:
-    """A bar for each layer; those of the colour of faults are above what is reported."""
+    """A bar for each layer; bars in the colour of faults are above the threshold."""
     if any(state.gap is not None for state in report.layers):
         heading, unit = "Gap between training and evaluation", "standard deviations"
         lead = (
@@ -212,7 +211,7 @@ def _bars(report: DoctorReport) -> Section:
 
 
 def _above(state: LayerState) -> bool:
-    """Is its gap above what is reported?"""
+    """Whether its gap is above the threshold."""
     return state.gap is not None and state.least is not None and state.gap > state.least
 
 

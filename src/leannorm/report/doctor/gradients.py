@@ -1,4 +1,4 @@
-"""One small backward pass, of which each rank tells its norms' gradients."""
+"""One small backward pass, after which each rank reports its norms' gradients."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ def gradients_of(
     forward: Forward | None,
     backward: Callable[[Module, Any], Any] | None,
 ) -> Gradients:
-    """Of every gamma and beta: which copies of its gradient are to be equal, and it in a few numbers.
+    """For every gamma and beta: which copies of its gradient should be equal, and the gradient in a few
+    numbers.
 
-    With `backward`, a step's own, all ranks' copies are; else those of ranks with equal batches, as what sums
-    over the others, DistributedDataParallel, does not take part. Dropout is off, batch norms train.
+    With `backward`, from a real step, all ranks' copies should be; otherwise those of ranks with equal
+    batches, because DistributedDataParallel, which sums over ranks, does not take part. Dropout is off, batch
+    norms train.
     """
     core = unwrapped(model)
     training = {n.module for n in norms if n.kind == "batch" and (n.module.training or not core.training)}
     whose = "" if backward else f"{digest_of(batch)}"
-    kept = untouched(model, Copies(parameters=False))  # to which DistributedDataParallel has references
+    kept = untouched(model, Copies(parameters=False))  # DistributedDataParallel has references to these
     with torch.inference_mode(False), torch.enable_grad(), eager(core), kept:
         with _no_steps(), one_value_passes(norms):
             set_modes(model, training)
@@ -67,7 +69,7 @@ def _told(norms: list[Norm], whose: str) -> Iterator[tuple[str, tuple[str, list[
 
 
 def _backward(model: Module, loss: Tensor) -> None:
-    """`loss.backward()`, but unseen by DistributedDataParallel, which may wait for one of its own."""
+    """`loss.backward()`, hidden from DistributedDataParallel, which may wait for one of its own."""
     if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         loss.backward()
         return
@@ -81,7 +83,7 @@ def _backward(model: Module, loss: Tensor) -> None:
 
 @contextmanager
 def _no_steps() -> Iterator[None]:
-    """Within it an optimizer may not step, which has its own references to parameters and gradients."""
+    """Keeps an optimizer, which has references to parameters and gradients, from making a step."""
 
     def refuse(optimizer: object, args: object, kwargs: object) -> None:
         raise InputError(
@@ -97,7 +99,7 @@ def _no_steps() -> Iterator[None]:
 
 
 def _seed(place: torch.device | None) -> None:
-    """What a forward pass draws is the same on all ranks, as gradients of equal batches are compared."""
+    """Makes a forward pass draw the same numbers on all ranks, as gradients of equal batches are compared."""
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)
@@ -107,7 +109,7 @@ def _seed(place: torch.device | None) -> None:
 
 
 def _loss(output: Any) -> Tensor:
-    """The output's own loss, or a sum with fixed weights: a square would be constant behind a norm."""
+    """The output's own loss, or a sum with fixed weights: the mean square is constant after a norm."""
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return _whole(own)
@@ -126,7 +128,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _summed(gradient: Any) -> Tensor:
-    """A DTensor that says itself that it is a part of a sum is summed by the optimizer."""
+    """A DTensor that is marked as part of a sum is summed by the optimizer."""
     if hasattr(gradient, "placements") and any(p.is_partial() for p in gradient.placements):
         from torch.distributed.tensor import Replicate
 

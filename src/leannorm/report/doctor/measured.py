@@ -25,7 +25,8 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
 
         gap = sqrt(mean over channels of ((m - M) / S)^2 + log(s / S)^2)
 
-    m and s are mean and standard deviation of the batches, M and S the running ones; eps is in s and in S.
+    m and s are mean and standard deviation of the batches, M and S the running ones; both s and S include
+    eps.
     """
     if norm.kind not in ("batch", "frozen") or seen.mean is None or seen.std is None or seen.pooled < 2:
         return None
@@ -36,7 +37,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
 
 
 def least_gap(seen: Seen) -> float:
-    """The gap from which on it is told: more than so many samples explain."""
+    """The gap from which on it is reported: more than this many samples explain."""
     return max(LEAST_GAP, SAMPLING * sqrt(1.5 / max(seen.samples, 1)))
 
 
@@ -62,9 +63,10 @@ def few_values(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "Few samples behind each statistic", "samples")
 def few_samples(subject: Subject) -> Iterator[Found]:
-    """Batch statistics of two or three samples, of however many values: those of one sample are alike."""
+    """Batch statistics of two or three samples, however many values those have: values of one sample are
+    alike."""
     for norm, seen in subject.observed():
-        enough = seen.together >= FEW_SAMPLES or seen.values < HANDFUL  # `few_values` has found it
+        enough = seen.together >= FEW_SAMPLES or seen.values < HANDFUL  # `few_values` has reported it
         if norm.kind == "batch" and subject.by_batch(norm) and seen.together and not enough:
             yield Found(
                 norm.name,
@@ -78,7 +80,7 @@ def few_samples(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "Batches are far from the running statistics", "standard deviations", of_data=True)
 def train_eval_gap(subject: Subject) -> Iterator[Found]:
-    """Batches whose statistics are far from the running ones: further than so many samples explain."""
+    """Batches whose statistics are further from the running ones than this many samples explain."""
     for norm, seen in subject.observed():
         measured = gap_of(norm, seen)
         if measured is None or norm.name in subject.untouched or not isfinite(measured[0]):
@@ -119,7 +121,7 @@ def dead_channels(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "Padding in the statistics", "of the positions", of_data=True)
 def padding_in_statistics(subject: Subject) -> Iterator[Found]:
-    """Positions that repeat one another to the end, in runs whose lengths differ from sample to sample."""
+    """Positions that repeat one another up to the end, in runs whose lengths differ between samples."""
     for norm, seen in subject.observed():
         if seen.uneven and seen.padded >= LEAST_PADDING and norm.kind != "frozen":
             yield Found(
@@ -154,7 +156,7 @@ def modes_differ(subject: Subject) -> Iterator[Found]:
 
 
 def what_follows(subject: Subject) -> str:
-    """Where nothing is found, and the outputs of the modes differ: why they may, and what to do."""
+    """The modes' outputs differ and no check found why: what the reasons may be, and what to do."""
     if subject.difference is None or subject.difference <= LEAST_DIFFERENCE:
         return ""
     if subject.untouched:

@@ -1,4 +1,4 @@
-"""Ranks tell one another what they have, through the store of their group: no collective, so no hang.
+"""Ranks exchange what they have through the store of their group: no collective, so no hang.
 
 Each rank posts what it has, the group's first rank decides, all read the answer. Over p ranks that is p posts
 and one answer. A rank that raised posts its error, and a rank that waits too long ends the meeting for all.
@@ -21,20 +21,20 @@ from leannorm._errors import InputError, SyncError
 from leannorm.distributed.communicator import seconds_allowed
 
 _POLL = 0.01
-_READING = 10.0  # seconds for which the store's keeper may wait for ranks that read the answer
-_PATIENCE = 20.0  # seconds after which a rank says that it waits
-_NAMED = 8  # ranks that a sentence names
+_READING = 10.0  # seconds for which the store's host may wait for ranks that read the answer
+_PATIENCE = 20.0  # seconds after which a rank prints that it waits
+_NAMED = 8  # ranks that a message names
 
 
 class Meeting:
     """The ranks of a group in one call of `doctor`; `ranks` are their global numbers.
 
-    Calls are counted in the store, which may outlive a group. A call that ranks gave up is left out by those
-    that come later. Where the `with` statement of a rank ends with an error, all ranks raise one.
+    Calls are counted in the store, which may outlive a group. Ranks that come later skip a call that others
+    gave up. If the `with` statement of a rank ends with an error, all ranks raise one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._told = False  # has an error been raised that all ranks raise?
+        self._told = False  # whether an error has been raised that all ranks raise
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.place = dist.get_rank(group)
         self._seconds = seconds_allowed(group)
@@ -58,9 +58,9 @@ class Meeting:
             raise SyncError(said) from error
 
     def decide(self, post: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What `decide` makes, on the first rank, of the posts of all ranks, in their order.
+        """The result of `decide`, on the first rank, for the posts of all ranks, in their order.
 
-        Raises: `SyncError`, with one text on all ranks, for a rank that failed or did not come in time.
+        Raises: `SyncError`, with one text on all ranks, for a rank that failed or did not arrive in time.
         """
         with self._named_errors():
             store = self._begin()
@@ -79,7 +79,7 @@ class Meeting:
         return answer["decided"]
 
     def _wait(self, store: Any) -> None:
-        """Until there is an answer; raises torch's error where none comes in time."""
+        """Wait until there is an answer; raises torch's error if none arrives in time."""
         left = self._seconds
         if left > _PATIENCE:
             with suppress(RuntimeError):
@@ -97,7 +97,7 @@ class Meeting:
         )
 
     def _fail(self, error: BaseException) -> str | None:
-        """Tell the others that this rank failed; what the first rank said that failed, if it was another."""
+        """Report to the others that this rank failed; returns the first failure, if it was another rank's."""
         text = f"{type(error).__name__}: {error}".split("\n")[0]
         mine = {"error": f"doctor failed on {ranks_in_words([self.ranks[self.place]])} ({text})"}
         with self._named_errors():
@@ -106,7 +106,7 @@ class Meeting:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Where the store fails, its keeper has ended."""
+        """If the store fails, its host has ended."""
         try:
             yield
         except RuntimeError as error:
@@ -121,7 +121,7 @@ class Meeting:
         return dist.distributed_c10d.PrefixStore(str(self._step), self._store)
 
     def _answer(self, store: Any, mine: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of this step: the first that a rank gave. The store's keeper stays until all know it."""
+        """The answer of this step: the first that a rank gave. The store's host stays until all have it."""
         if mine is not None:
             store.compare_set("answer", "", json.dumps(mine))
         answer: dict[str, Any] = json.loads(store.get("answer"))
@@ -144,7 +144,7 @@ class Meeting:
                 patient = False
                 self._say_that_it_waits(ranks_in_words([self.ranks[place] for place in missing]))
         if missing:
-            return self._late(missing)  # where a rank has answered, its answer is the first
+            return self._late(missing)  # once a rank has answered, its answer counts
         posts = [json.loads(store.get(f"of/{place}")) for place in range(len(self.ranks))]
         for place in range(len(self.ranks)):
             store.delete_key(f"of/{place}")
@@ -167,7 +167,7 @@ class Meeting:
 
 
 def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:
-    """The meeting of a group, by default of all ranks; None where there are not several processes.
+    """The meeting of a group, by default of all ranks; None unless there are several processes.
 
     Raises: `InputError` for a group that this rank is not in, or without torch.distributed.
     """
@@ -184,7 +184,7 @@ def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:
             f"group must be a process group with this rank, got {group!r} on rank {dist.get_rank()}; every "
             "rank passes the group of the ranks that have its model"
         )
-    pretended = dist.get_backend(group) == "fake"  # torch's, of one process that plans for many
+    pretended = dist.get_backend(group) == "fake"  # torch's group for one process that plans for many
     return None if pretended or dist.get_world_size(group) == 1 else Meeting(group)
 
 

@@ -1,4 +1,4 @@
-"""`leannorm doctor --fix`: remedies that are one setting of a layer, set on a copy and told as a diff."""
+"""`leannorm doctor --fix`: remedies that are one setting of a layer, set on a copy and printed as a diff."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Change(NamedTuple):
 
 
 def mend(model: nn.Module, findings: Iterable[Finding]) -> list[Change]:
-    """Set what is safe to set, on this very model, and say what was set.
+    """Set what is safe to set, on the model itself, and return what was set.
 
-    A bias that a norm removes stands in its running mean, too, and is taken out of both.
+    A bias that a norm removes is also in its running mean, and is taken out of both.
 
     >>> norm = nn.BatchNorm1d(4, momentum=0.99)
     >>> mend(norm, [Finding("momentum", "(model)", 0.99, "", "model.momentum = 0.01")])
@@ -67,7 +67,7 @@ def _told(value: object) -> str:
 
 
 def diff(changes: Iterable[Change]) -> Iterator[str]:
-    """The changes in the form of a unified diff, a layer at a time.
+    """The changes in the form of a unified diff, one layer at a time.
 
     >>> print(*diff([Change("bn1", "momentum", "0.99", "0.01")]), sep="\\n")
     --- model

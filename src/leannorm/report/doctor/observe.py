@@ -1,4 +1,4 @@
-"""What batches show of each norm: the statistics of its inputs, and the outputs of the two modes."""
+"""What batches show about each norm: the statistics of its inputs, and the outputs of the two modes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MOST_BATCHES = 8
 class Seen:
     """One norm over all batches: per channel the pooled moments, the least and the largest value.
 
-    `values`: the fewest that one statistic had. `calls`: the most of one forward pass, `moves` of them with
-    running statistics that move. `samples`: of all batches; `together`: the fewest behind one statistic.
-    `padded`: the share of positions in runs of equal ones; `uneven`: do the runs' lengths differ?
+    `values`: the fewest that one statistic had. `calls`: the most in one forward pass, `moves` of them that
+    update running statistics. `samples`: in all batches; `together`: the fewest behind one statistic.
+    `padded`: the share of positions in runs of equal ones; `uneven`: whether the runs' lengths differ.
     `source`: the convolution or linear layer whose output the norm reads.
     """
 
@@ -84,7 +84,7 @@ class Seen:
 
 
 def first_batches(batches: Any, model: Module) -> list[Any]:
-    """One batch, or the first of several; generators of a loader stay as they are."""
+    """One batch, or the first of several; a loader's random generators are unchanged."""
     with random_state(model), ExitStack() as stack:
         for holder in (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None)):
             generator = getattr(holder, "generator", None)
@@ -96,7 +96,7 @@ def first_batches(batches: Any, model: Module) -> list[Any]:
 def observe(
     model: Module, norms: list[Norm], batches: list[Any], forward: Forward | None
 ) -> tuple[dict[str, Seen], float | None]:
-    """What each norm saw in training mode, and the relative difference of the modes' outputs.
+    """What each norm got in training mode, and the relative difference of the modes' outputs.
 
     In evaluation mode dropout is off. For the difference the first batch is run in that mode, with running
     statistics and then with the batch's own in the layers that use these in training.
@@ -119,26 +119,26 @@ def observe(
             with untouched(core), one_value_passes(norms) as alone:
                 set_modes(core, trained)
                 outputs.append([t.double() for t in tensors_of(run(core, moved(batches[0], place)))])
-    return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
+    return seen, None if alone else _difference(*outputs)  # a single value has no second mode
 
 
 def obeys(module: Module) -> bool:
-    """Do its statistics stay within `no_stats_update`? Those of leannorm's layers do, and of none else."""
+    """Whether its statistics stay within `no_stats_update`, as only those of leannorm's layers do."""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
 
 
 def eager(model: Module) -> AbstractContextManager[Any]:
-    """Hooks do not run in compiled parts: these run as they were written."""
+    """Run compiled parts as they were written, since hooks do not run in compiled code."""
     compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager
 def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], None]]:
-    """Hooks on every norm, which fill `seen`; gives the function that begins a forward pass."""
+    """Hooks on every norm, which fill `seen`; yields the function that begins a forward pass."""
     calls: dict[str, int] = {}
     moves: dict[str, int] = {}
-    outputs: dict[int, tuple[Module, Tensor]] = {}  # with the tensor, so that no id is reused
+    outputs: dict[int, tuple[Module, Tensor]] = {}  # stored with the tensor, so that no id is reused
 
     def after(module: Module, args: object, output: Tensor) -> None:
         outputs[id(output)] = module, output
@@ -227,7 +227,7 @@ def _told_by(part: Tensor) -> Tensor:
 
 
 def _on_every_rank(x: Any, told: Tensor) -> Tensor:
-    """What the ranks among which an input is cut have told, one after the other."""
+    """What the ranks that share an input have sent, one after the other."""
     if not hasattr(x, "placements"):
         return told[None]
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -255,7 +255,7 @@ def _find_padding(one: Seen, x: Tensor) -> None:
 
 
 def set_modes(model: Module, trained: Collection[Module]) -> None:
-    """These norms in training mode, with the layers that compute them; all else in evaluation mode."""
+    """These norms in training mode, with the layers that compute them; everything else in evaluation mode."""
     for module in model.modules():
         norm = module.bn if isinstance(module, _ConvBatchNorm) else module
         module.training = norm in trained
@@ -267,7 +267,7 @@ def place_of(model: Module) -> torch.device | None:
 
 
 def moved(batch: Any, place: torch.device | None) -> Any:
-    """A copy of the batch, which the model may edit, on its device."""
+    """A copy of the batch on the model's device, which the model may edit."""
     if isinstance(batch, Tensor):
         return batch.to(place, copy=True)
     if isinstance(batch, PackedSequence):
@@ -297,7 +297,7 @@ def moved(batch: Any, place: torch.device | None) -> Any:
 
 
 def _opened(batch: Any) -> Any:
-    """A copy whose entries can be exchanged: what holds them is another one, too."""
+    """A copy whose entries can be replaced without changing the original's containers."""
     made = copy.copy(batch)
     for name, held in [*vars(made).items()] if hasattr(made, "__dict__") else ():
         if isinstance(held, (dict, list)):
@@ -306,7 +306,7 @@ def _opened(batch: Any) -> Any:
 
 
 def tensors_of(output: Any) -> Iterable[Tensor]:
-    """The floating-point tensors of an output, whatever holds them."""
+    """The floating-point tensors of an output, in whatever containers."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     if isinstance(output, Mapping):
@@ -321,7 +321,7 @@ def tensors_of(output: Any) -> Iterable[Tensor]:
 
 
 def _difference(evaluated: list[Tensor], trained: list[Tensor]) -> float | None:
-    """The norm of the difference over that of the outputs; None where they cannot be compared."""
+    """The norm of the difference relative to that of the outputs; None if they cannot be compared."""
     if len(evaluated) != len(trained) or any(
         a.shape != b.shape for a, b in zip(evaluated, trained, strict=True)
     ):

@@ -1,4 +1,4 @@
-"""Checks over ranks: each is asked once, on the first rank, of what all of them told."""
+"""Checks over ranks: each runs once, on the first rank, on what all of them posted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from leannorm.report.doctor.ranks import Held, Rank
 from leannorm.report.doctor.remedy import EPS, attribute, momentum_set
 from leannorm.report.doctor.subject import Found, Subject, check, layer
 
-SAME = 0.01  # of a gradient's size: copies of it that a rank computed in another order
-TWIN = 1e-4  # of the size of statistics: those of one batch that two ranks computed
-ROUNDING = 1e-5  # of the layer's largest gradient: what is smaller is a sum of which only rounding is left
+SAME = 0.01  # of a gradient's size: the difference of copies that a rank computed in another order
+TWIN = 1e-4  # of the size of statistics: the difference between two ranks for one batch
+ROUNDING = 1e-5  # of the layer's largest gradient: anything smaller is a sum of which only rounding is left
 
 
 def same_model(ranks: Sequence[Rank]) -> None:
-    """Raises: `SyncError` where ranks have other layers, or some have batches or a step and others none."""
+    """Raises: `SyncError` if ranks have other layers, or some have batches or a step and others none."""
     first = ranks[0]
     for other in ranks[1:]:
         pairs = zip(first.layers, other.layers, strict=False)
@@ -52,22 +52,22 @@ def _some(passed: bool) -> str:
 
 
 def cut_one_model(ranks: Sequence[Rank]) -> bool:
-    """Have two of them the same batch, so that they are to have the same gradients?
+    """Whether two of them have the same batch, so that they should have the same gradients.
 
-    Not where DistributedDataParallel sums over both.
+    Not if DistributedDataParallel sums over both.
     """
     known = {(rank.batch, _summing(rank)) for rank in ranks if rank.batch is not None}
     return len({batch for batch, _ in known}) < len(known)
 
 
 def _summing(rank: Rank) -> tuple[int, ...]:
-    """The ranks over which a wrapper sums gradients that were told without it."""
+    """The ranks over which a wrapper sums gradients that were measured without it."""
     return (rank.number,) if rank.steps or rank.wrapped is None else tuple(rank.wrapped)
 
 
 @check("error", "Ranks have other settings", of_ranks=True)
 def rank_settings(subject: Subject) -> Iterator[Found]:
-    """Class, eps, momentum, groups, frozen parameters or modes that are not those of the other ranks."""
+    """Class, eps, momentum, groups, frozen parameters or modes that differ from the other ranks'."""
     for norm in subject.norms:
         told = [(rank.number, rank.settings[norm.name].split(", ")) for rank in subject.ranks]
         common = set(told[0][1]).intersection(*(one for _, one in told))
@@ -132,8 +132,9 @@ def _wrong(
 ) -> tuple[str, str] | None:
     """What is wrong with a group that its ranks agree on, and how bad it is.
 
-    Ranks whose norm sees the same are no data-parallel ones. Ranks with parts of one sample see other values:
-    their statistics belong together, though DistributedDataParallel's group does not have them all.
+    Ranks whose norm gets the same input are not data-parallel. Ranks with parts of one sample get different
+    values: their statistics belong together, though DistributedDataParallel's group does not include them
+    all.
     """
     batches = {rank.batch for rank in ranks.values()}
     outside = bool(parallel) and not set(group) <= set(parallel)
@@ -161,9 +162,10 @@ def _members(words: str, host: str, ranks: Iterable[Rank]) -> list[int]:
 
 @check("error", "Weights that differ between ranks", of_ranks=True)
 def rank_weights(subject: Subject) -> Iterator[Found]:
-    """Parameters whose copies are not equal on the ranks that hold the same part.
+    """Parameters whose copies are not equal on the ranks that have the same part.
 
-    A norm's, a DTensor's and those in a wrapper are copies. Of other plain tensors nobody knows: a warning.
+    Parameters of norms, DTensors and those in a wrapper are copies. Whether other plain tensors are is
+    unknown, so they get a warning.
     """
     yield from _copies(
         subject,
@@ -176,7 +178,7 @@ def rank_weights(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "Buffers that differ between ranks", of_ranks=True)
 def rank_buffers(subject: Subject) -> Iterator[Found]:
-    """Running statistics and other buffers whose copies are not equal; not those that DDP sends."""
+    """Running statistics and other buffers whose copies are not equal, except those that DDP broadcasts."""
     yield from _copies(
         subject,
         {name for name, _ in subject.model.named_buffers(remove_duplicate=False)},
@@ -217,7 +219,7 @@ def _copies(subject: Subject, names: set[str], why: str, then: str, unknown: str
 
 
 def _sent(subject: Subject, path: str, own: str, told: Sequence[tuple[int, Held]]) -> str:
-    """The line, for all ranks that hold it, by which a tensor becomes that of most of them."""
+    """The line, for all ranks that have it, that sets a tensor to the value on most of them."""
     whose = Counter(held.digest for _, held in told).most_common(1)[0][0]
     source = next(number for number, held in told if held.digest == whose)
     tensor = f"{layer(path)}.{own}.detach()" + ".to_local()" * _is_dtensors(told[0][1].part)
@@ -227,14 +229,15 @@ def _sent(subject: Subject, path: str, own: str, told: Sequence[tuple[int, Held]
 
 
 def _among(subject: Subject, ranks: Sequence[int]) -> str:
-    """The end of a collective's call that these ranks make."""
+    """The closing arguments of a collective's call by these ranks."""
     if len(ranks) == len(subject.ranks):
         return ", group=group)" if "process_group" in subject.passed else ")"
     return f", group=group)  # group: of {ranks_in_words([*ranks])}"
 
 
 def _same_settings(norm: Norm, ranks: Sequence[Rank]) -> str:
-    """The lines that give eps and momentum their value on most ranks; other settings are made with it."""
+    """The lines that set eps and momentum to their value on most ranks; other settings are chosen in the
+    constructor."""
     told = [rank.settings[norm.name].split(", ") for rank in ranks]
     common = set(told[0]).intersection(*told)
     made = "# make the model by the same arguments on every rank"
@@ -252,7 +255,8 @@ def _same_settings(norm: Norm, ranks: Sequence[Rank]) -> str:
 
 @check("error", "Gradients of norms are parts of a sum", of_ranks=True)
 def partial_gradients(subject: Subject) -> Iterator[Found]:
-    """Gamma and beta that ranks hold whole, and whose gradients differ: each has a summand, none the sum."""
+    """Gamma and beta that are whole on every rank and whose gradients differ: each rank has a summand, none
+    the sum."""
     told: dict[str, dict[str, dict[tuple[int, ...], tuple[int, list[float]]]]] = {}
     largest: dict[str, float] = {}
     for rank, gradients in zip(subject.ranks, subject.gradients, strict=False):
@@ -274,7 +278,7 @@ def partial_gradients(subject: Subject) -> Iterator[Found]:
 
 
 def _summed(subject: Subject, part: str) -> str:
-    """The line after which gradients are sums: each backward pass makes them."""
+    """The line after which gradients are sums, in each backward pass."""
     if _is_dtensors(part):
         return (
             "# weight.to_local(grad_placements=...) in its forward says that the gradient is a part of a sum"
@@ -287,7 +291,7 @@ def _summed(subject: Subject, part: str) -> str:
 
 
 def _is_dtensors(part: str) -> bool:
-    """Does a part of a tensor, or of a gradient, belong to a mesh?"""
+    """Whether a part of a tensor, or of a gradient, belongs to a mesh."""
     return part.partition(" ")[2] != ""
 
 
@@ -328,7 +332,8 @@ def _partial(
 
 
 def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, str] | None = None) -> str:
-    """Who has what, where not all have the same: the odd ones first, and by name what most others have.
+    """Which rank has what, if not all have the same: the odd ones first, and what most others have as
+    "elsewhere".
 
     >>> _sides([(0, "eps=1e-05"), (1, "eps=1e-06")])
     'rank 0: eps=1e-05; rank 1: eps=1e-06'
@@ -350,7 +355,7 @@ def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, str] | None = None)
 
 
 def _sizes(held: Iterable[Held]) -> dict[int, str]:
-    """Tensors in words, by their digests: the norm, and where norms look the same some of the digest."""
+    """Tensors in words: their norms, and if those look the same, some of their digests."""
     words = {one.digest: f"norm {one.norm:.6g}" for one in held}
     alike = len(set(words.values())) < len(words)
     return {

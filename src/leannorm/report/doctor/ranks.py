@@ -1,7 +1,7 @@
-"""What a rank tells the others of its model: its layers, their settings, and digests of its tensors.
+"""What a rank reports to the others about its model: its layers, their settings, and digests of its tensors.
 
-`Rank` is what one rank posts. Tensors are compared between ranks that hold the same part: all that have the
-model, the ranks of a `DistributedDataParallel`, or of a DTensor's mesh those with the same shard.
+`Rank` is what one rank posts. Tensors are compared between ranks that have the same part: all that have the
+model, the ranks of a `DistributedDataParallel`, or those of a DTensor's mesh with the same shard.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _BLOCK = 2**21  # bytes, and elements
 
 
 class Held(NamedTuple):
-    """A tensor on one rank: whose copies are to be equal (ranks with one `part`), its digest and its norm.
+    """A tensor on one rank: which copies should be equal (ranks with one `part`), its digest and its norm.
 
-    `known`: a wrapper or a DTensor says that these are copies.
+    `known`: whether a wrapper or a DTensor shows that these are copies.
     """
 
     part: str
@@ -48,9 +48,9 @@ class Held(NamedTuple):
 class Rank(NamedTuple):
     """What one rank has. `layers` and `modes` are by the model's order, `held` by name.
 
-    `sharing` has the ranks of each synchronized norm: "all", "node" (those of the host), "0,2", or "" where
-    this rank is not in it. `wrapped` has those of DistributedDataParallel, `batch` is the first one's digest,
-    `batches` their number. `steps`: is there a step of its own?
+    `sharing` has the ranks of each synchronized norm: "all", "node" (those of the host), "0,2", or "" if this
+    rank is not in it. `wrapped` has those of DistributedDataParallel, `batch` is the digest of the first
+    batch, `batches` their number. `steps`: whether the caller gave a step of its own.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Rank(NamedTuple):
 
     @classmethod
     def posted(cls, post: list[Any]) -> Rank:
-        """As it was, from JSON."""
+        """The record, from JSON."""
         rank = cls(*post)
         return rank._replace(held={name: Held(*held) for name, held in rank.held.items()})
 
@@ -92,7 +92,7 @@ def described(subject: Subject, batches: list[Any] | None, steps: bool) -> Rank:
 
 
 def shown_by(subject: Subject) -> dict[str, list[float]]:
-    """Mean and standard deviation of what synchronized norms saw on this rank, in numbers."""
+    """Mean and standard deviation of the inputs of synchronized norms on this rank, in numbers."""
     told = {}
     for norm, seen in subject.observed():
         if isinstance(norm.module, SYNCHRONIZED) and seen.mean is not None and seen.std is not None:
@@ -101,7 +101,7 @@ def shown_by(subject: Subject) -> dict[str, list[float]]:
 
 
 def part_of(tensor: Tensor) -> str:
-    """Which part of a tensor this rank has: "" for all of it, else of which mesh, and where it is cut."""
+    """Which part of a tensor this rank has: "" for all of it, otherwise the mesh and where it is sharded."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.get_coordinate() is None:
         return ""
@@ -111,7 +111,7 @@ def part_of(tensor: Tensor) -> str:
 
 
 def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
-    """The tensors that another rank may have, too: those whose wrapper cuts or sends them are left out."""
+    """The tensors that another rank may have too, without those that a wrapper shards or sends."""
     statistics = {id(n.module): n for n in subject.norms if n.mean is not None}
     seen: set[Module] = set()
     ignored: set[str] = set()
@@ -142,7 +142,7 @@ def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
 
 
 def _cut_by_hand(tensor: Tensor) -> bool:
-    """Megatron-LM and DeepSpeed mark weights that are cut over ranks, and those of experts."""
+    """Whether Megatron-LM or DeepSpeed has marked a weight as sharded over ranks, or as an expert's."""
     return getattr(tensor, "tensor_model_parallel", False) or not getattr(tensor, "allreduce", True)
 
 
@@ -155,7 +155,7 @@ def _size(norm: Norm) -> str:
 
 
 def _settings(norm: Norm) -> str:
-    """Its class, its settings, and those that it prints: of a layer that computes it, too."""
+    """Its class, its settings, and those that it prints, including those of a layer that computes it."""
     module = norm.module
     names = ("track_running_stats", "num_groups", "group_size", "elementwise_affine", "affine")
     parts = [f"eps={norm.eps}", f"momentum={norm.momentum}"]
@@ -179,7 +179,7 @@ def _norm(values: Tensor) -> float:
 
 
 def in_numbers(values: Tensor) -> list[float]:
-    """A tensor in a few numbers, whose length is about its own: of a sum they are the sum."""
+    """A tensor as a few numbers, whose length is about its own; those of a sum are the sums."""
     flat = values.double().flatten()
     places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
     sums = (float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in _STEPS)
@@ -187,9 +187,10 @@ def in_numbers(values: Tensor) -> list[float]:
 
 
 def digest_of(value: Any) -> int | None:
-    """A number of 64 bits, made where the tensors are: equal tensors, or batches of them, have equal ones.
+    """A number of 64 bits, computed on the tensors' device: equal tensors, or batches of them, have equal
+    ones.
 
-    None where that cannot be told: for objects that are not looked into, and where nothing has a value.
+    None if it cannot be computed: for objects that are not examined, and if nothing has a value.
     """
     total, told = 0, False
     for tensor in _leaves(value):
@@ -207,7 +208,7 @@ def digest_of(value: Any) -> int | None:
 
 
 def _leaves(value: Any) -> Iterator[Tensor | None]:
-    """The tensors of a batch, and what can be made one; None for what cannot."""
+    """The tensors of a batch, and what can be converted to one; None for anything else."""
     if isinstance(value, Tensor) and value.is_nested:
         value = value.values() if value.layout == torch.jagged else object()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

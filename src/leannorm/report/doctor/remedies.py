@@ -1,4 +1,4 @@
-"""The remedies of several findings as one piece of code: a loop where layers need the same."""
+"""The remedies of several findings as one piece of code: a loop if layers need the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VARIABLES = "name", "other", "third", "fourth"
 
 
 def remedies(findings: Sequence[Finding]) -> list[str]:
-    """The lines that mend them all: where layers need the same, a loop over their names.
+    """The lines that fix them all: if layers need the same, a loop over their names.
 
     >>> from leannorm.report.doctor.findings import Finding
     >>> lines = [f'model.get_submodule("{name}").eps = 0.1' for name in ("a", "b")]

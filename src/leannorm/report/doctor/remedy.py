@@ -1,8 +1,8 @@
-"""What mends a finding, in lines of Python, which run as printed.
+"""What fixes a finding, in lines of Python that run as printed.
 
 `model` is what `doctor` was called with, and so are `batches`, `optimizer`, `averaged`, `forward` and
-`group`; a name that stands for something else is explained in a comment behind it. A line that begins with
-"# or" is another remedy, in the place of the lines before it; what no code can do is a sentence in a comment.
+`group`; any other name is explained in a comment after it. A line that begins with "# or" is another remedy,
+instead of the lines before it; what code cannot do is a sentence in a comment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from leannorm.report.doctor.observe import Seen
 from leannorm.report.doctor.subject import Subject, layer
 from leannorm.transforms.statistics.freezing import Frozen
 
-ENOUGH = 16  # samples a batch
+ENOUGH = 16  # samples per batch
 CHECKPOINT = "model.load_state_dict(checkpoint)  # the last one in which all values are finite"
 
 
@@ -29,13 +29,13 @@ EPS = "eps", "epsilon", "variance_epsilon"
 
 
 def attribute(norm: Norm, names: tuple[str, ...]) -> str:
-    """A norm's weight, mean or eps as an expression: classes have names of their own for them."""
+    """A norm's weight, mean or eps as an expression, since classes have their own names for them."""
     values = ((name, getattr(norm.module, name, None)) for name in names)
     return f"{layer(norm.name)}.{next(name for name, value in values if isinstance(value, (Tensor, float)))}"
 
 
 def momentum_set(norm: Norm, value: float | str) -> str:
-    """The line that gives the new batch this weight; or None, by which all batches weigh the same."""
+    """The line that gives the new batch this weight; with None all batches have the same weight."""
     if value == "None":
         return f"{layer(norm.name)}.momentum = None"
     own = 1 - float(value) if isinstance(norm.module, nn.BatchNormOp) else float(value)
@@ -54,7 +54,7 @@ def path_to(module: Module, model: Module, name: str) -> str:
 
 
 def recalibrated(model: Module, name: str, passed: str) -> str:
-    """The line that measures a model's running statistics, after which its mode is what it was."""
+    """The line that measures a model's running statistics and leaves its mode unchanged."""
     if model.training:
         return f"leannorm.recalibrate({name}, batches{passed})"
     return f"leannorm.recalibrate({name}.train(), batches{passed}); {name}.eval()"
@@ -63,7 +63,7 @@ def recalibrated(model: Module, name: str, passed: str) -> str:
 def remeasured(subject: Subject, norm: Norm | None = None, why: str = "") -> str:
     """The lines that set running statistics to those of the batches.
 
-    All modes are as before then. A norm that does not train is let go for it.
+    Afterwards all modes are as before. A norm that does not train is unfrozen for it.
     """
     if norm is not None and not (isinstance(norm.module, _BatchNorm) and norm.tracks):
         return "# train it for some hundred batches: leannorm.recalibrate is for batch norms"
@@ -83,7 +83,7 @@ def remeasured(subject: Subject, norm: Norm | None = None, why: str = "") -> str
 
 
 def added_to(subject: Subject, beside: Sequence[Module], new: str) -> str:
-    """The line that gives a layer's parameters to the optimizer of those `beside` it; "" without one."""
+    """The line that adds a layer's parameters to the optimizer of those `beside` it; "" without one."""
     name = _optimizer_of(subject, [p for module in beside for p in module.parameters()])
     own = f"[*{new}.parameters(recurse=False)]"
     return f'{name}.add_param_group({{"params": {own}, "weight_decay": 0.0}})' if name else ""
@@ -99,7 +99,8 @@ def _optimizer_of(subject: Subject, parameters: Iterable[Tensor]) -> str:
 
 
 def undecayed(subject: Subject, norm: Norm) -> str:
-    """The lines that give a norm, with others of its kind, groups of the optimizer without weight decay."""
+    """The lines that put a norm, with others of its kind, into groups of the optimizer without weight
+    decay."""
     optimizer = _optimizer_of(subject, [p for _, p in norm.affine])
     return f"""norms = set()
 norms |= {{id(p) for p in {layer(norm.name)}.parameters(recurse=False)}}
@@ -110,7 +111,7 @@ for group in {optimizer}.param_groups[:]:
 
 
 def more_values(subject: Subject, norm: Norm, seen: Seen, least: int) -> str:
-    """The lines that put at least so many values, of enough samples, behind each statistic of a norm."""
+    """The lines that give each statistic of a norm at least this many values, from enough samples."""
     each = seen.values // max(seen.together, 1) if norm.kind == "batch" else _in_a_row(norm, seen)
     groups = _groups(norm, each, least)
     if norm.kind == "batch":
@@ -135,7 +136,7 @@ def _larger_batches(norm: Norm, samples: int) -> str:
 
 
 def _in_a_row(norm: Norm, seen: Seen) -> int:
-    """The values of a channel in a sample."""
+    """The number of values of a channel in a sample."""
     groups = getattr(norm.module, "num_groups", 1)
     return seen.values * groups // _channels(norm) if norm.kind == "group" else seen.values
 
@@ -145,14 +146,14 @@ def _channels(norm: Norm) -> int:
 
 
 def _groups(norm: Norm, each: int, least: int) -> int | None:
-    """The most groups, up to 32, of so many values where a channel has `each`."""
+    """The most groups, up to 32, of at least this many values if a channel has `each`."""
     channels = _channels(norm)
     some = (groups for groups in range(min(channels, 32), 0, -1) if channels % groups == 0)
     return next((groups for groups in some if channels // groups * each >= least), None)
 
 
 def _is_plain(norm: Norm) -> bool:
-    """Does it nothing but normalize?"""
+    """Whether it does nothing but normalize."""
     return type(norm.module) in OURS or type(norm.module) in TORCHS
 
 
@@ -163,6 +164,6 @@ def _as_group_norm(norm: Norm, groups: int) -> str:
 
 
 def _replaced(norm: Norm, module: str, why: str) -> str:
-    """The line that puts another module in a norm's place."""
+    """The line that replaces a norm with another module."""
     places = [f'setattr({layer(path)}, "{child}", {module})' for _, path, child in norm.parents]
     return f"{'; '.join(places) or f'model = {module}'}  # {why}"

@@ -60,10 +60,10 @@ def nonfinite_parameters(subject: Subject) -> Iterator[Found]:
 
 @check("error", "Running statistics were never updated", "batches")
 def never_updated_statistics(subject: Subject) -> Iterator[Found]:
-    """Mean 0 and variance 1, as made, where others have moved or gamma has been trained.
+    """Mean 0 and variance 1, as initialized, while others have been updated or gamma has been trained.
 
-    A new model in training mode has them everywhere, and a new head behind a trained model in all of the
-    head: both are as they should be, where they learn. In evaluation mode a new model is one finding.
+    A new model in training mode has them everywhere, and a new head on a trained model in all of the head:
+    both are fine if they learn. In evaluation mode a new model is one finding.
     """
     tracked = [norm for norm in subject.norms if norm.tracks and subject.reached(norm)]
     consequence = "evaluation mode normalizes by mean 0 and variance 1, which are nobody's statistics"
@@ -85,13 +85,13 @@ def never_updated_statistics(subject: Subject) -> Iterator[Found]:
 
 
 def _child_of(norm: Norm) -> str:
-    """The child of the model that it stands in; nothing for a norm of the model itself."""
+    """The child of the model that contains it; "" for a norm of the model itself."""
     return norm.name.split(".")[0] if "." in norm.name else ""
 
 
 @check("warning", "Running statistics in 16 bits")
 def half_precision_statistics(subject: Subject) -> Iterator[Found]:
-    """Running statistics in 16 bits, which momentum cannot move by less than half of their last digit."""
+    """Running statistics in 16 bits, which momentum cannot change by less than half of their last digit."""
     for norm in subject.norms:
         kept = [t.dtype for t in (norm.mean, norm.var) if t is not None and t.dtype in HALF]
         if kept:
@@ -109,7 +109,8 @@ def half_precision_statistics(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "Momentum forgets at once, or never learns")
 def momentum(subject: Subject) -> Iterator[Found]:
-    """Momentum above 0.5, which is mostly the decay of another framework; or 0, by which nothing moves."""
+    """Momentum above 0.5, which is usually the decay of another framework; or 0, with which nothing is
+    updated."""
     for norm in subject.norms:
         value = norm.momentum
         if value is None or not subject.moves(norm):
@@ -135,9 +136,10 @@ def momentum(subject: Subject) -> Iterator[Found]:
 
 @check("error", "The averaged model's statistics do not follow", "standard deviations")
 def averaged_buffers(subject: Subject) -> Iterator[Found]:
-    """Running statistics that are as made, or of fewer batches and far from the model's, which have moved.
+    """Running statistics as initialized, or of fewer batches and far from the model's, which have been
+    updated.
 
-    The second is a warning: a slow average of buffers is far for a while, too.
+    The second is a warning, because a slow average of buffers is far for a while, too.
     """
     if subject.averaged is None:
         return

@@ -12,9 +12,9 @@ from leannorm._report import grouped
 from leannorm.report.doctor.remedy import EPS, WEIGHT, added_to, attribute, frozen, undecayed
 from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
-# an eps is another's neighbour within this factor: 1e-5 and 1e-6 stand side by side in published models
+# an eps within this factor is a neighbour: published models have 1e-5 next to 1e-6
 NEIGHBOURS = 10.5
-# the share of channels from which on dead ones are told
+# the share of channels from which on dead ones are reported
 SHARE = 0.1
 
 
@@ -54,7 +54,7 @@ def eps(subject: Subject) -> Iterator[Found]:
 
 
 def _usual(value: float, least: float) -> float:
-    """What others have, where a dtype with this least eps bears it."""
+    """What others have, if a dtype with this least eps allows it."""
     return value if value >= least else 1e-5 if least < 1e-10 else 1e-3
 
 
@@ -63,7 +63,8 @@ def _ratio(one: float, other: float) -> float:
 
 
 def _least_eps(norm: Norm) -> float:
-    """The least eps that a dtype bears: in float16 1/sqrt(eps) must not overflow, else rounding squared."""
+    """The least eps that a dtype allows: in float16 1/sqrt(eps) must not overflow, in others it is the
+    squared rounding."""
     dtype: torch.dtype = next((t.dtype for t in (norm.weight, norm.var) if t is not None), torch.float32)
     if dtype == torch.float16:
         overflows: float = torch.finfo(dtype).max
@@ -75,7 +76,8 @@ def _least_eps(norm: Norm) -> float:
 
 @check("warning", "Half frozen")
 def half_frozen(subject: Subject) -> Iterator[Found]:
-    """Statistics move and gamma and beta do not, or the other way round. Asked of models in training mode."""
+    """Statistics are updated and gamma and beta are not, or the other way round. For models in training
+    mode."""
     if not subject.training:
         return
     for norm in subject.norms:
@@ -112,7 +114,7 @@ def half_frozen(subject: Subject) -> Iterator[Found]:
 
 
 def _left_out(subject: Subject, norm: Norm, parameters: list[torch.Tensor]) -> bool:
-    """Do its neighbours' parameters stand in an optimizer, and its own in none?"""
+    """Whether its neighbours' parameters are in an optimizer, and its own in none."""
     known = subject.decayed
     if not known or not norm.module.training or any(id(p) in known for p in parameters):
         return False
@@ -136,7 +138,7 @@ def weight_decay(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "Gamma is 0", "channels")
 def gamma_zero(subject: Subject) -> Iterator[Found]:
-    """Channels that gamma has switched off in a trained model; a new model may begin with gamma at 0."""
+    """Channels that gamma has switched off in a trained model; a new model may start with gamma at 0."""
     for norm in subject.norms:
         gamma = values_of(norm.gamma)
         if gamma is None:

@@ -1,4 +1,4 @@
-"""What a check looks at, and what it says."""
+"""What a check examines, and what it returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A module that another calls, the one whose output it alone reads; do its running statistics move?"""
+    """A module that another calls, the one whose output only it reads, and whether its running statistics are
+    updated."""
 
     module: Module
     source: Module | None
@@ -32,10 +33,10 @@ SEVERITIES = ("error", "warning", "note")
 
 
 class Found(NamedTuple):
-    """A layer in which a check found its fault; what all findings of the check share stands in `Check`.
+    """A layer in which a check found its fault; what all findings of the check have in common is in `Check`.
 
-    `size` ranks it among the others of its check: the value, where it has none of its own. `severity` is that
-    of its check, where it has none of its own.
+    `size` ranks it among the others of its check; by default it is the value. `severity` is by default that
+    of its check.
     """
 
     layer: str
@@ -48,11 +49,11 @@ class Found(NamedTuple):
 
 @dataclass
 class Subject:
-    """A model, its norms, its optimizers by the expression that names each, what batches showed of a norm.
+    """A model, its norms, its optimizers by the expression that names each, what batches showed about a norm.
 
     `passed` has the arguments of `doctor` that `recalibrate` needs, too. `averaged` is a model that follows
-    it. `ranks`, `gradients` and `shown` have what each rank told: of itself, of gamma's and beta's gradients,
-    and of the statistics that its synchronized norms saw.
+    it. `ranks`, `gradients` and `shown` have what each rank reported: about itself, the gradients of gamma
+    and beta, and the statistics of its synchronized norms' inputs.
     """
 
     model: Module
@@ -70,20 +71,21 @@ class Subject:
 
     @property
     def training(self) -> bool:
-        """Is the model in training mode? In evaluation mode the modes of its training are not known."""
+        """Whether the model is in training mode. In evaluation mode the modes of its training are not
+        known."""
         return self.model.training
 
     def moves(self, norm: Norm) -> bool:
-        """Do the running statistics of a norm move in training?"""
+        """Whether the running statistics of a norm are updated in training."""
         return norm.tracks and self.reached(norm) and (norm.module.training or not self.training)
 
     def by_batch(self, norm: Norm) -> bool:
-        """Does a norm normalize by what it reads, in the mode of the training?"""
+        """Whether a norm normalizes by the statistics of its input, in the mode of the training."""
         trains = norm.module.training or not self.training or not norm.tracks
         return norm.kind != "frozen" and trains and self.reached(norm)
 
     def reached(self, norm: Norm) -> bool:
-        """Does training come to it, as far as batches show? Some models keep layers that nobody calls."""
+        """Whether training reaches it, as far as batches show. Some models keep layers that nobody calls."""
         return not self.seen or norm.name in self.seen
 
     def observed(self) -> Iterator[tuple[Norm, Seen]]:
@@ -92,7 +94,7 @@ class Subject:
 
     @cached_property
     def untouched(self) -> frozenset[str]:
-        """The norms whose running statistics are those that they were made with."""
+        """The norms whose running statistics are as initialized."""
         return frozenset(norm.name for norm in self.norms if norm.tracks and initial(norm))
 
     @cached_property
@@ -102,7 +104,7 @@ class Subject:
 
     @cached_property
     def fresh(self) -> bool:
-        """Is the model as it was made: no running statistic moved, no gamma or beta trained?"""
+        """Whether the model is as initialized: no running statistic updated, no gamma or beta trained."""
         return not self.learned and all(n.name in self.untouched for n in self.norms if n.tracks)
 
     @cached_property
@@ -117,10 +119,11 @@ class Subject:
 
 
 class Check(NamedTuple):
-    """A check by its name, which stays; `title` heads its findings, `unit` says what their value is.
+    """A check by its name, which does not change; `title` heads its findings, `unit` says what their value
+    is.
 
-    `of_data`: it judges the values of the batches, which says nothing where these are made up. `of_ranks`: it
-    judges what ranks told.
+    `of_data`: it judges the values of the batches, which means nothing if these are made up. `of_ranks`: it
+    judges what ranks reported.
     """
 
     name: str
@@ -135,7 +138,7 @@ class Check(NamedTuple):
 def check(
     severity: str, title: str, unit: str = "", *, of_data: bool = False, of_ranks: bool = False
 ) -> Callable[[Callable[[Subject], Iterator[Found]]], Check]:
-    """Make a function that finds a fault a check of its name."""
+    """Make a function that finds a fault a check with this name."""
     return lambda find: Check(find.__name__, severity, title, unit, find, of_data, of_ranks)
 
 
@@ -145,7 +148,7 @@ def layer(name: str) -> str:
 
 
 def values_of(tensor: Tensor | None) -> Tensor | None:
-    """A tensor's values on this rank, detached; None where there are none to read (meta, fake, lazy)."""
+    """A tensor's values on this rank, detached; None if there are none to read (meta, fake, lazy)."""
     if tensor is None or is_lazy(tensor):
         return None
     local = tensor.detach()
@@ -157,13 +160,13 @@ def values_of(tensor: Tensor | None) -> Tensor | None:
 
 
 def running_of(norm: Norm) -> tuple[Tensor, Tensor] | None:
-    """A norm's running mean and variance on this rank, float64 on the CPU; None where it has none to read."""
+    """A norm's running mean and variance on this rank, float64 on the CPU; None if there are none to read."""
     mean, var = values_of(norm.mean), values_of(norm.var)
     return None if mean is None or var is None else (mean.cpu().double(), var.cpu().double())
 
 
 def initial(norm: Norm) -> bool:
-    """Are its running statistics those that it was made with: mean 0, variance 1, no batch counted?"""
+    """Whether its running statistics are as initialized: mean 0, variance 1, no batch counted."""
     running, batches = running_of(norm), values_of(norm.batches)
     if running is None or (batches is not None and bool(batches != 0)):
         return False
@@ -171,9 +174,9 @@ def initial(norm: Norm) -> bool:
 
 
 def learned(norm: Norm) -> bool:
-    """Has it been trained: has its beta, or gamma where there is none, two different values?
+    """Whether it has been trained: whether its beta, or gamma if there is none, has two different values.
 
-    Not gamma beside beta: some models begin with gamma at random.
+    Gamma does not count if there is a beta: some models start with random gamma.
     """
     values = values_of(norm.weight if norm.bias is None else norm.bias)
     return values is not None and bool((values != values.flatten()[0]).any())

@@ -1,4 +1,4 @@
-"""How many values are behind one statistic, and what a pass does where there is only one."""
+"""How many values are behind one statistic, and what a pass does if there is only one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def watched(norm: Norm) -> list[Module]:
 
 
 def input_of(module: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a call of one of those modules normalizes; None where that is no floating-point tensor."""
+    """The tensor that a call of one of those modules normalizes; None if it is not a floating-point
+    tensor."""
     x = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
@@ -33,7 +34,7 @@ def input_of(module: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def data_in(norm: Norm, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What is data: with a mask the valid positions, as samples; None where these are not looked into."""
+    """The data: with a mask the valid positions, as samples; None if these are not examined."""
     if x.is_nested:
         return None
     mask, lengths = kwargs.get("mask"), kwargs.get("lengths")
@@ -63,7 +64,7 @@ def values_behind(norm: Norm, x: Tensor) -> int | None:
 
 
 def samples_behind(norm: Norm, x: Tensor) -> int:
-    """How many samples a statistic of a batch norm is of, in this call."""
+    """The number of samples behind a statistic of a batch norm in this call."""
     ghost = getattr(norm.module, "group_size", None)
     samples = len(x) if not x.is_nested else x.size(0)
     return min(samples, ghost if isinstance(ghost, int) else samples) * _ranks(norm.module)
@@ -78,9 +79,10 @@ def _ranks(module: Module) -> int:
 
 @contextmanager
 def one_value_passes(norms: Sequence[Norm]) -> Iterator[set[str]]:
-    """Within it a pass goes on where a norm refuses its one value a channel; gives the names of such norms.
+    """Within it a pass continues if a norm would reject a single value per channel; yields the names of such
+    norms.
 
-    Such a norm is given the value twice, and normalizes it to 0, as its formula says.
+    Such a norm gets the value twice, and normalizes it to 0, as its formula says.
     """
     alone: set[str] = set()
     changed: list[tuple[Module, Any]] = []
@@ -119,7 +121,7 @@ def _forward(
 def _of_two(
     module: Module, forward: Callable[..., Any], axis: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The call with each value twice along the axis, and every second value of what it returns."""
+    """The call with each value twice along the axis; returns every second value of the result."""
     x, *rest = args or (kwargs.pop(next(iter(kwargs))),)
     valid = valid_positions(x, kwargs.pop("mask", None), kwargs.pop("lengths", None))
     if valid is not None:

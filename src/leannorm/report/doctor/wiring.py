@@ -1,7 +1,7 @@
-"""Checks of how norms stand in a model, without data: what they read, who shares them, who synchronizes.
+"""Checks of how norms are placed in a model, without data: what they read, who shares them, who synchronizes.
 
 The calls that a module makes are read from a trace of its `forward` alone: its children are leaves, nothing
-is computed. Where `forward` cannot be traced, only batches tell.
+is computed. If `forward` cannot be traced, only batches show them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def removed_bias(subject: Subject) -> Iterator[Found]:
     """A bias of a convolution or linear layer whose output only a norm over each channel reads."""
     names = {module: name for name, module in subject.model.named_modules()}
     reads = dict.fromkeys((norm, call.source) for calls in _calls(subject) for norm, call in calls)
-    for norm, seen in subject.observed():  # where no trace tells, a pass does
+    for norm, seen in subject.observed():  # if there is no trace, a pass shows it
         if all(_traced(subject, parent) is None for parent, _, _ in norm.parents):
             reads[norm, seen.source] = None
     for source, norms in grouped((source, norm) for norm, source in reads).items():
@@ -58,7 +58,7 @@ def removed_bias(subject: Subject) -> Iterator[Found]:
 
 @check("warning", "One batch norm in several places", "places")
 def shared_norm(subject: Subject) -> Iterator[Found]:
-    """One batch norm that stands in several places and is called in more than one of them."""
+    """One batch norm that is in several places and is called in more than one of them."""
     for norm in subject.norms:
         places = [f"{path}.{child}" if path else child for _, path, child in norm.parents]
         if len(places) < 2 or not norm.tracks:
@@ -79,7 +79,7 @@ def shared_norm(subject: Subject) -> Iterator[Found]:
 
 
 def _apart(subject: Subject, norm: Norm) -> str:
-    """The lines that give each place but the first a norm of its own."""
+    """The lines that give each place except the first a norm of its own."""
     lines = ["import copy"]
     for _, path, child in norm.parents[1:]:
         lines.append(f'setattr({layer(path)}, "{child}", copy.deepcopy({layer(norm.name)}))')
@@ -93,7 +93,7 @@ def _apart(subject: Subject, norm: Norm) -> str:
 def repeated_call(subject: Subject) -> Iterator[Found]:
     """A batch norm that one step calls more than once, in a loop or for several inputs.
 
-    Without calls in `no_stats_update`, where leannorm's layers do not move their statistics.
+    Calls in `no_stats_update`, where leannorm's layers do not update their statistics, do not count.
     """
     traced: Counter[str] = Counter()
     for calls in _calls(subject):
@@ -112,7 +112,7 @@ def repeated_call(subject: Subject) -> Iterator[Found]:
 
 
 def _once(norm: Norm) -> str:
-    """What makes its statistics move once a step; of a class of its own, `no_stats_update` knows nothing."""
+    """What makes its statistics update once per step; `no_stats_update` does not know foreign classes."""
     apart = "# in the forward that calls it: a norm of its own for each call"
     still = f"{apart}, or all calls but one within leannorm.no_stats_update()"
     if obeys(norm.module):
@@ -142,14 +142,14 @@ def unsynchronized_buffers(subject: Subject) -> Iterator[Found]:
 
 
 def _shared(wrapped: str, first: int) -> str:
-    """The line that makes its statistics those of all ranks, from those of the first."""
+    """The line that sets its statistics on all ranks to those of the first."""
     group = f"{wrapped}.process_group"
     sent = f"[torch.distributed.broadcast(b, {first}, {group}) for b in {wrapped}.buffers()]"
     return f'leannorm.convert({wrapped}, to="sync", process_group={group}); {sent}'
 
 
 def _calls(subject: Subject) -> list[list[tuple[Norm, Call]]]:
-    """For every module that holds a norm over channels: its calls of such norms."""
+    """For every module that contains a norm over channels: its calls of such norms."""
     by_module = {norm.module: norm for norm in subject.norms if norm.channels is not None}
     modules = dict(subject.model.named_modules())
     holders: dict[Module, None] = {}
@@ -209,7 +209,7 @@ def _trace(parent: Module) -> list[Call] | None:
                 Call(module, _source(parent, node), not (node.meta["stays"] and obeys(module)))
                 for module, node in zip(modules, calls, strict=True)
             ]
-    except Exception:  # whatever a stranger's forward makes of a proxy
+    except Exception:  # a stranger's forward may do anything with a proxy
         return None
 
 

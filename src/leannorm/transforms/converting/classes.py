@@ -51,7 +51,7 @@ KNOWN: dict[str, Entry] = {name_of(torchs): Entry(ours) for torchs, ours in OURS
 
 
 def why_not(module: Module) -> str | None:
-    """Why this layer of a known class would compute something else as one of ours."""
+    """Why a layer of ours would compute something else than this layer of a known class."""
     if "forward" in vars(module):
         return REPLACED
     momentum, eps = getattr(module, "momentum", None), getattr(module, "eps", None)
@@ -67,7 +67,7 @@ def why_not(module: Module) -> str | None:
 
 
 def has_torchs_form(module: Module) -> bool:
-    """Does a layer of ours compute what torch's of its name does?"""
+    """Whether a layer of ours computes what torch's layer of that name does."""
     values = (getattr(module, name, None) for name in ("dim", "group_size", "weight_offset", "cast"))
     dim, group_size, offset, cast = values
     return dim is None and group_size is None and not offset and cast in (None, "after")

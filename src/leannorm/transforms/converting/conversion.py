@@ -58,34 +58,34 @@ def convert(
     *,
     stats_dtype: torch.dtype | None = None,
 ) -> Module:
-    """Swap a model's norm layers in place, without a change in what it computes; returns the model.
+    """Replace a model's norm layers in place, without changing what it computes; returns the model.
 
     Args:
         model: any module; a norm layer by itself too.
-        to: `"leannorm"` swaps torch.nn's batch, instance, group, layer and RMS norms, those of timm and
-            torchvision, and every other whose forward computes such a norm (`LlamaRMSNorm` and its like),
-            for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms alone take
-            statistics over a process group, subclasses too whose forward goes by `super().forward`;
-            `"leannorm"` ends that.
+        to: `"leannorm"` replaces torch.nn's batch, instance, group, layer and RMS norms, those of timm and
+            torchvision, and every other layer whose forward computes such a norm (such as `LlamaRMSNorm`)
+            with leannorm's; `"torch"` undoes it exactly; `"sync"` makes only batch norms, and subclasses
+            whose forward calls `super().forward`, take statistics over a process group; `"leannorm"` ends
+            that.
         process_group: for `to="sync"`, None is the default group.
-        fuse: for `to="leannorm"`: are a batch or group norm and the activation behind it, neighbours in a
-            `torch.nn.Sequential`, computed in one pass?
+        fuse: for `to="leannorm"`: whether a batch or group norm and the activation after it, neighbours in a
+            `torch.nn.Sequential`, are computed in one pass.
         stats_dtype: the dtype of running statistics, now and after `model.half()` and the like, of leannorm's
-            layers; None leaves it as it is. Cast before DistributedDataParallel or an optimizer holds them.
-            `to="torch"` ends the keeping; the statistics stay in the dtype that they have.
+            layers; None leaves it as it is. Set it before DistributedDataParallel or an optimizer has the
+            layers. `to="torch"` ends this; the statistics then keep their present dtype.
 
     Every layer stays the same object: parameters, buffers, hooks, `training`, `requires_grad`, names and
-    state_dict keys are untouched, a layer in two places stays one, optimizers go on. A fused norm stays a
-    norm and its activation an activation for everybody but the Sequential that calls one behind the other;
-    each call makes sure of both (nobody listens, neither is another layer by now), or calls them one by one.
-    Pickle and deepcopy work after.
+    state_dict keys do not change, a layer in two places stays one layer, optimizers keep working. A fused
+    norm stays a norm and its activation an activation for all code except the Sequential that calls one after
+    the other. Each call checks that both can be fused (no hooks, no replaced layers); otherwise it calls them
+    one by one. Pickle and deepcopy keep working.
 
-    A layer that cannot be swapped without a change in what it computes (another formula, a momentum outside
-    of [0, 1]) is left alone and named in one `UserWarning`; so is a model without norms. In float16 and
-    bfloat16 a fused pair rounds once, two layers round twice.
+    A layer that cannot be replaced without changing what it computes (another formula, a momentum outside of
+    [0, 1]) is left alone and named in one `UserWarning`; so is a model without norms. In float16 and bfloat16
+    a fused pair rounds once, two layers round twice.
 
-    Raises: `InputError` for what is no module, and a wrong `to` or `fuse`. After any error the model is as
-    it was.
+    Raises: `InputError` for anything that is not a module, and for a wrong `to` or `fuse`. After any error
+    the model is unchanged.
     Source: the layers' own.
 
     >>> import torch, leannorm
@@ -125,7 +125,7 @@ def convert(
 
 @dataclass(frozen=True, repr=False)
 class Preview(Report):
-    """What `convert` would do: `swapped` has class names before and after, `left` the reasons; by layer."""
+    """What `convert` would do: `swapped` has class names before and after, `left` the reasons, by layer."""
 
     swapped: dict[str, tuple[str, str]]
     left: dict[str, str]
@@ -144,7 +144,7 @@ def preview(
     process_group: dist.ProcessGroup | str | None = None,
     fuse: bool = True,
 ) -> Preview:
-    """What `convert` would do to the model with the same arguments, which is left as it is.
+    """What `convert` would do to the model with the same arguments; the model is not changed.
 
     Raises: as `convert`.
 
@@ -316,5 +316,5 @@ def _undo_swap(module: Module) -> bool:
 
 
 def _is_ours(module: Module) -> bool:
-    """Is its class, or a base of it, leannorm's?"""
+    """Whether its class, or a base of it, is leannorm's."""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)

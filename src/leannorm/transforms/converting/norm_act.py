@@ -1,4 +1,4 @@
-"""Norms that apply two children, `drop` and `act`, to their output: what timm's norm-and-act layers become.
+"""Norms that apply two children, `drop` and `act`, to their output: timm's norm-and-act layers become these.
 
 They keep the original's activation. Batch norm computes it in the same pass, if its kernels have it.
 """

@@ -1,4 +1,5 @@
-"""Which control flow the example decided: the model runs once, and what its Python tests read is recorded.
+"""Which control flow the example decided: the model runs once, and the values that its Python tests read are
+recorded.
 
 When the model's code reads a size from a tensor, it gets a number that records its comparisons. Globals, and
 attributes that the forward pass assigns, are found in the source of the functions that ran.
@@ -181,7 +182,7 @@ for _kind, _base in ((_Size, int), (_Ratio, float)):
 
 
 def _is_models(frame: FrameType) -> bool:
-    """Is this the model's code? Functions of torch and leannorm count as operators.
+    """Whether this is the model's code; functions of torch and leannorm count as operators.
 
     So does code without a module name, which torch.export and torch.fx generate.
     """
@@ -196,7 +197,7 @@ def _self(frame: FrameType) -> torch.nn.Module | None:
 
 
 def _of_self(node: ast.Attribute, code: CodeType) -> bool:
-    """Is this an attribute of the function's first argument?"""
+    """Whether this is an attribute of the function's first argument."""
     first = code.co_varnames[0] if code.co_argcount else None
     return isinstance(node.value, ast.Name) and node.value.id == first
 

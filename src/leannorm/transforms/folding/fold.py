@@ -47,12 +47,12 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class FoldReport(Report):
-    """What `fold` did: the result, which norms were folded and which were not, and how exact the result is.
+    """What `fold` did: the result, which norms were folded and which were not, and how exact it is.
 
     `model` is the result. `difference` is the largest one between the outputs, in the outputs' own units and
-    dtype; it and `checked` (the same in float64, where possible) are None where nothing was verified. `scale`
+    dtype; it and `checked` (the same in float64, if possible) are None if nothing was verified. `scale`
     is the largest output. `decided` are the tests in the model's Python code whose outcome the example gave:
-    another input may take another way through the model, for which the folding was neither made nor checked.
+    another input may take another path through the model, for which the folding was neither made nor checked.
 
     >>> import torch, leannorm
     >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8))
@@ -101,27 +101,28 @@ def fold(
 
         s = weight / sqrt(running_var + eps)
         W' = s * W,  b' = s * (b - running_mean) + bias          the layer before the norm
-        W' = W * s,  b' = b + W (bias - s * running_mean)        the layer behind it, if it pads no zeros
+        W' = W * s,  b' = b + W (bias - s * running_mean)        the layer after it, if it pads no zeros
 
     Neighbours are found by the flow of data in the model's evaluation graph (`torch.export`), not by the
-    order of declaration. `model` is a module, or a `Program`. A module gives a folded copy in evaluation
-    mode, of the same classes, with `torch.nn.Identity` in the norms' places; what has hooks or
-    parametrizations, is called both with and without its norm, or shares parameters, stays and is named. A
-    program gives its folded inference branch as a `torch.export.ExportedProgram`; there each call has weights
-    of its own. The original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
+    order of declaration. `model` is a module, or a `Program`. For a module the result is a folded copy in
+    evaluation mode, of the same classes, with `torch.nn.Identity` instead of the norms; layers that have
+    hooks or parametrizations, are called both with and without their norm, or share parameters, stay and are
+    named. For a program it is the folded inference branch as a `torch.export.ExportedProgram`, in which each
+    call has its own weights. The original is not changed. Sums are done in float64 and rounded once, to the
+    weight's dtype.
 
-    A converted model is folded as the model that it was converted from, fused blocks too. Where nothing is
-    folded, a `UserWarning` says why.
+    A converted model, with or without fused blocks, is folded like the original one. If nothing is folded, a
+    `UserWarning` says why.
 
-    The graph is the one that the example took. Tests in the model's Python code that read the input's shape
+    The graph is the path that the example took. Tests in the model's Python code that read the input's shape
     or dtype, a global, or an attribute that the forward pass assigns are named in `report.decided`.
 
-    `verify` runs both on the `example_inputs` (a tensor, a tuple, or a mapping by name; a program has random
-    ones of its own) and compares, in float64 where the model runs in it.
+    `verify` runs both on the `example_inputs` (a tensor, a tuple, or a mapping by name; random ones for a
+    program) and compares, in float64 if the model runs in it.
 
     Returns: a `FoldReport`.
     Raises: `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten
-    times what one rounding of every weight changes; `InputError` where the model cannot be exported.
+    times what one rounding of every weight changes; `InputError` if the model cannot be exported.
     Source: Jacob et al., 2018, arXiv:1712.05877, section 3.2.
 
     >>> import torch, leannorm
@@ -191,7 +192,7 @@ def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool
 
 
 def _unfused(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy on the same tensors, in which the calls that `convert` has joined are calls by themselves."""
+    """A copy on the same tensors, in which calls that `convert` has fused are separate calls."""
     tensors = chain(model.parameters(), model.buffers())
     return unfused(copy.deepcopy(model, {id(t): t for t in tensors}))
 
@@ -204,7 +205,7 @@ def _warn_of_nothing(report: FoldReport, model: str) -> None:
 
 
 def _random(value: Any) -> Any:
-    """Random numbers like a tensor of floating point; everything else as it is."""
+    """Random numbers in the shape of a floating-point tensor; anything else unchanged."""
     return torch.randn_like(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -212,7 +213,7 @@ def _evaluation_graph(
     model: torch.nn.Module, inputs: tuple[Any, ...], tests: tuple[Decided, ...]
 ) -> fx.Graph:
     try:
-        with untouched(model, themselves):  # by which the result's are known
+        with untouched(model, themselves):  # the result's are recognized by these
             exported = export(model, inputs)
     except InputError as error:
         why = "".join(f"; the example decided {d.place}: `{d.test}` ({d.value})" for d in tests)
@@ -252,15 +253,16 @@ def _verified(
     again: Callable[[torch.nn.Module], torch.nn.Module],
     inputs: tuple[Any, ...],
 ) -> FoldReport:
-    """The report with measured differences. `again` repeats the folding in float64, where it is checked."""
+    """The report with measured differences. `again` repeats the folding in float64, in which it is
+    checked."""
     before, after = _outputs(original, inputs), _outputs(result, inputs)
     difference, scale, eps = _difference(before, after)
     checked, largest, allowed = difference, scale, ROUNDINGS * eps * scale
-    with suppress(RuntimeError):  # a model that casts may not run in float64: the check above is used then
+    with suppress(RuntimeError):  # a model that casts may not run in float64: then the check above counts
         inputs = pytree.tree_map(double, inputs)
         exact = _outputs(wide, inputs)
         checked, largest, eps = _difference(exact, _outputs(again(wide), inputs))
-        # a model that amplifies a rounding of its weights amplifies the roundings of folding, too
+        # a model that amplifies a rounding of its weights also amplifies the roundings of folding
         response = _difference(exact, _outputs(_rounded_once(wide), inputs))[0]
         allowed = max(ROUNDINGS * eps * largest, TIMES_ONE_ROUNDING * response)
     if not checked <= allowed:
@@ -283,7 +285,7 @@ def _rounded_once(wide: torch.nn.Module) -> torch.nn.Module:
 
 
 def _outputs(model: torch.nn.Module, inputs: tuple[Any, ...]) -> list[Any]:
-    """What the model returns from the state and the random numbers that it has, and keeps."""
+    """What the model returns from its present state and random numbers, which stay."""
     with untouched(model), torch.no_grad():
         return pytree.tree_leaves(model(*copy.deepcopy(inputs)))
 

@@ -69,7 +69,7 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
 def _behind(
     module: fx.GraphModule, graph: fx.Graph, y: fx.Node, norm: NormCall, new: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
-    """What the norm's operator computes of its normalized output: a sum, an activation."""
+    """What the norm's operator applies to its normalized output: a sum, an activation."""
     if norm.residual is not None:
         y = graph.call_function(torch.ops.aten.add.Tensor, (y, new[norm.residual]))
     if norm.act != "identity":
@@ -87,7 +87,7 @@ def in_float64(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def double(value: Any) -> Any:
-    """A tensor of floating point in float64; everything else as it is."""
+    """A floating-point tensor in float64; anything else unchanged."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

@@ -28,7 +28,7 @@ _LAYERS = {
 class LinearCall(NamedTuple):
     """A call of a convolution, a transposed convolution or a linear layer.
 
-    `border`: where it reads zeros that are none of its input's values; "" where it reads none.
+    `border`: where it reads zeros that are not values of its input; "" if it reads none.
     """
 
     node: fx.Node
@@ -64,7 +64,7 @@ class NormCall(NamedTuple):
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The call, and before it the results of an operator with several, unused ones too."""
+        """The call, preceded by the results of an operator that has several, even unused ones."""
         return [self.node] if self.result is self.node else [*self.node.users, self.node]
 
 
@@ -110,7 +110,7 @@ def find(graph: fx.Graph, only_scales: Callable[[NormCall], bool]) -> tuple[list
 
 
 def norm_of(node: fx.Node) -> NormCall | str | None:
-    """The node as a norm's call, or the reason why it cannot be folded; None if it is no batch norm."""
+    """The node as a norm's call, or the reason why it cannot be folded; None if it is not a batch norm."""
     norm = NORMS.get(_name(node))
     if norm is None or norm.folds is None:
         return None

@@ -27,7 +27,7 @@ def fold_modules(
     for match in matches:
         calls.setdefault(path_of(match.norm.node), []).append(match)
     unmatched = {path_of(s.norm): f"{s.reason} (in one of its calls)" for s in skips}
-    # asked of all before one is folded: a layer between two norms gets a bias of the first
+    # all are checked before one is folded, because a layer between two norms gets a bias from the first
     reasons = {path: unmatched.get(path) or _why_not(model, graph, path, own) for path, own in calls.items()}
     folded = []
     for path, own in calls.items():
@@ -94,7 +94,7 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
 
 
 def _why_not_layer(model: torch.nn.Module, layer: LinearCall, calls: set[fx.Node]) -> str | None:
-    """Why the module of a layer's call cannot get other parameters; `calls` are all those of the norm."""
+    """Why the module of a layer's call cannot get other parameters; `calls` are all calls of the norm."""
     where = owner(layer.weight)
     module: Any = model.get_submodule(where)
     if layer.bias is None and module.bias is not None:
@@ -110,7 +110,7 @@ def _why_not_layer(model: torch.nn.Module, layer: LinearCall, calls: set[fx.Node
 
 
 def _remainder(norm: Any) -> torch.nn.Module | None:
-    """The rest of a norm module without its normalization; None if that is not known."""
+    """The rest of a norm module without its normalization; None if it is not known."""
     name = name_of(type(norm))
     if name == "timm.layers.norm_act.BatchNormAct2d" or isinstance(norm, BatchNorm2dThenAct):
         return torch.nn.Sequential(norm.drop, norm.act)

@@ -26,7 +26,7 @@ class Test(NamedTuple):
 
 class _File(NamedTuple):
     lines: list[str]
-    tree: ast.Module | None  # None: the file is no valid Python
+    tree: ast.Module | None  # None: the file is not valid Python
     tests: list[Test]
     checks: list[Test]
 

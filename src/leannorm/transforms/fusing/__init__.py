@@ -1,1 +1,1 @@
-"""Which calls of a block are one pass of a kernel, and how are they made so?"""
+"""Which calls of a block can be one pass of a kernel, and how are they fused?"""

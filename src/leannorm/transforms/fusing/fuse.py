@@ -35,13 +35,14 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]]) -> dict[
 
 
 def _has_norm_before_act(layers: list[Module], is_norm: Callable[[Module], bool]) -> bool:
-    """Is one of the layers a norm, with an activation as the next one, identities aside?"""
+    """Whether one of the layers is a norm that is followed by an activation, apart from identities."""
     layers = [layer for layer in layers if type(layer) is not torch.nn.Identity]
     return any(is_norm(a) and activation_of(b) is not None for a, b in itertools.pairwise(layers))
 
 
 def _can_be_subclassed(cls: type[Module]) -> bool:
-    """Can instances get a subclass without side effects (no metaclass, no own pickling, not leannorm's)?"""
+    """Whether instances can get a subclass without side effects (no metaclass, no pickling of its own, not
+    leannorm's)."""
     own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
     return (
         type(cls) is type
@@ -67,7 +68,7 @@ def fused_class(cls: type[Module]) -> type[Module]:
 
 
 def unfused(model: Module) -> Module:
-    """The model, with every fused Sequential of the class that it had before."""
+    """The model, with the original class of every fused Sequential."""
     for block in model.modules():
         before = getattr(type(block), "unfused", None)
         if before is not None:

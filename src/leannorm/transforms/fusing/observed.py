@@ -12,7 +12,8 @@ from leannorm.nn._layer import HOOKS
 
 
 def has_hooks(module: Module) -> bool:
-    """Has the module hooks? Those marked `sees_nothing` do not count: they ignore inputs and outputs."""
+    """Whether the module has hooks. Those marked `sees_nothing` do not count: they ignore inputs and
+    outputs."""
     return any(
         not getattr(hook, "sees_nothing", False)
         for hooks in HOOKS
@@ -21,7 +22,7 @@ def has_hooks(module: Module) -> bool:
 
 
 def is_unobserved(module: Module) -> bool:
-    """Has the module no hooks, its own or global ones, and no `forward` set on the instance?"""
+    """Whether the module has no hooks, its own or global ones, and no `forward` set on the instance."""
     return not (
         "forward" in vars(module)
         or has_hooks(module)
@@ -33,7 +34,7 @@ def is_unobserved(module: Module) -> bool:
 
 
 def is_plain_tensor(value: object) -> bool:
-    """Is it a tensor without `__torch_function__` overrides, its own or of an active mode?"""
+    """Whether it is a tensor without `__torch_function__` overrides, its own or of an active mode."""
     if not isinstance(value, Tensor):
         return False
     cls = type(value)

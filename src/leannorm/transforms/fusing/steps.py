@@ -30,7 +30,7 @@ _ACTIVATIONS_BESIDE_TORCHS = {
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
 }
-_ATTRIBUTES = {"relu6": {"min_val": 0.0, "max_val": 6.0}}  # which its constructor does not take
+_ATTRIBUTES = {"relu6": {"min_val": 0.0, "max_val": 6.0}}  # its constructor does not take these
 # the functions that torch's activation layers call, as they were when this module was imported
 _CALLED = {
     name: next(getattr(F, called) for called in activation.module.forward.__code__.co_names if called != "F")
@@ -78,7 +78,7 @@ def now(value: Any) -> Any:
 def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
     """The forward of a Sequential, with its layers called as steps."""
     cls: Any = type(self)
-    if cls.unfused.forward is not _SEQUENTIAL_FORWARD:  # replaced since
+    if cls.unfused.forward is not _SEQUENTIAL_FORWARD:  # replaced in the meantime
         return cls.unfused.forward(self, input)
     for layer in self._modules.values():
         input = step(layer, input)
@@ -102,7 +102,7 @@ def activation_of(module: Module) -> str | None:
 
 
 def _activation_that_runs(layer: Any) -> str | None:
-    """The same, where a call runs that activation's own code and nobody listens."""
+    """The same, if a call runs that activation's own code and no hook is set."""
     name = activation_of(layer) if isinstance(layer, Module) else None
     if name is None or type(layer).forward.__module__ != type(layer).__module__ or not is_unobserved(layer):
         return None
@@ -111,12 +111,12 @@ def _activation_that_runs(layer: Any) -> str | None:
 
 
 def is_fusable(layer: Any) -> bool:
-    """Is it a leannorm batch, group or instance norm with its class's forward and without hooks?"""
+    """Whether it is a leannorm batch, group or instance norm with its class's forward and without hooks."""
     return type(layer) in FUSABLE and type(layer).forward is _FORWARD and is_unobserved(layer)
 
 
 def runs_in_order(module: Any) -> bool:
-    """Is it a Sequential that calls its layers in order, as torch's does?"""
+    """Whether it is a Sequential that calls its layers in order, as torch's does."""
     cls = type(module)
     return (
         isinstance(module, torch.nn.Sequential)
@@ -127,7 +127,7 @@ def runs_in_order(module: Any) -> bool:
 
 
 def ends_with_norm(layer: Any) -> bool:
-    """Is it a Sequential without hooks, whose last layer is a norm that can be deferred?"""
+    """Whether it is a Sequential without hooks, whose last layer is a norm that can be deferred."""
     if not (isinstance(layer, torch.nn.Sequential) and layer._modules):
         return False
     end = next(reversed(layer._modules.values()))

@@ -1,1 +1,1 @@
-"""Which layers of unlisted classes compute a norm of ours? Those on which ours gives the same."""
+"""Which layers of unlisted classes compute one of our norms? Those for which ours gives the same results."""

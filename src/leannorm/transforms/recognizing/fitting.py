@@ -1,4 +1,4 @@
-"""Which norm of ours gives what a layer's own code gives, on rows of very different sizes?"""
+"""Which of our norms gives the results of a layer's own code, on rows of very different sizes?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leannorm.transforms.recognizing.form import LOW, Form, UnknownFormError, fo
 from leannorm.transforms.recognizing.formula_call import Fit, compute
 from leannorm.transforms.recognizing.probe import Probe, run
 
-_OTHER_BITS = 0.01  # the share of results that may round the other way, where sums have another order
+_OTHER_BITS = 0.01  # the share of results that may round the other way, if sums have another order
 
 
 def fit(
@@ -26,9 +26,10 @@ def fit(
 ) -> Fit:
     """The norm that the layer is; `dtypes`: of its inputs; `own`: of its tensors.
 
-    It is run once more without gradients, under autocast where that is the same. `likely` is tried first.
+    It is run once more without gradients, under autocast if that makes no difference. `likely` is tried
+    first.
 
-    Raises: `UnknownFormError` where no norm of ours gives the same output and gradients.
+    Raises: `UnknownFormError` if none of our norms gives the same output and gradients.
     """
     dtype = dtypes[0]
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +64,7 @@ def fit(
 
 
 def _scales(shape: tuple[int, ...], axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Row by row, from what eps drowns to ten; a row of zeros is among them."""
+    """Row by row, from values that eps drowns to ten; one row is all zeros."""
     rows = [1 if axis in axes else n for axis, n in enumerate(shape)]
     count = torch.Size(rows).numel()
     scales = torch.logspace(-3 if dtype in LOW else -7, 1, count, device="cpu")
@@ -74,7 +75,7 @@ def _scales(shape: tuple[int, ...], axes: tuple[int, ...], dtype: torch.dtype) -
 
 @contextmanager
 def _autocasting() -> Iterator[None]:
-    """Autocast on the CPU, and the flag of CUDA's, which code asks for."""
+    """Autocast on the CPU, and the flag of CUDA's, which code may read."""
     before = torch.is_autocast_enabled("cuda")
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -110,7 +111,8 @@ def _agree(
     dtype: torch.dtype,
     bits: bool = True,
 ) -> bool:
-    """Are they equal but for the rounding of sums? With `bits`, in few digits nearly all to the bit."""
+    """Whether they are equal up to the rounding of sums. With `bits`, of a short dtype, nearly all bit for
+    bit."""
     budget = (16 if dtype in LOW else 64) * torch.finfo(dtype).eps  # gradients cancel within a row
     for mine, other in zip(ours, theirs, strict=True):
         if (mine.dtype, mine.shape) != (other.dtype, other.shape):

@@ -1,4 +1,4 @@
-"""Which norms has leannorm, as records of their settings, and which of them may a layer be?"""
+"""Which norms does leannorm have, as records of their settings, and which of them may a layer be?"""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 class UnknownFormError(BaseException):
-    """The layer computes none that leannorm has; the message says at what that shows.
+    """The layer computes none of leannorm's norms; the message says how that shows.
 
-    Not an `Exception`, as a layer's own code that handles those is not to handle this one.
+    Not an `Exception`, because a layer's own code that handles those must not handle this one.
     """
 
 
 class Form(NamedTuple):
     """A norm that leannorm has: `kind` is "rms", "layer", "group" or "running" (a frozen batch norm).
 
-    `dim` is the one normalized axis, None for the `last` last ones. The offset is added to the weight in
+    `dim` is the one normalized axis; None for the `last` last ones. The offset is added to the weight in
     `offset_dtype`. `groups` is their number, of a group norm or of an RMS norm of parts of its rows.
     """
 
@@ -54,7 +54,7 @@ class Form(NamedTuple):
 
 
 class Clues(NamedTuple):
-    """What a run shows of the settings: the parameters that it read, and the numbers that it added.
+    """What a run shows about the settings: the parameters that it read, and the numbers that it added.
 
     `groups`: of a group norm that it called. `parts`: into how many it split the last axis.
     """
@@ -69,7 +69,7 @@ class Clues(NamedTuple):
 def forms(
     clues: Clues, rank: int, axes: tuple[int, ...] | None, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Form]:
-    """The norms that these clues leave; `axes`: where the layer's sizes are, None where it has none.
+    """The norms that agree with these clues; `axes`: where the layer's sizes are; None if it has none.
 
     `dtypes`: those in which an offset may be added to the weight.
     """

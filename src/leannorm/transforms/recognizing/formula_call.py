@@ -1,4 +1,4 @@
-"""A layer's formula, when it holds, and the call of ours that computes it."""
+"""A layer's formula, when it holds, and the call of our function that computes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Key = tuple[int | torch.dtype, ...]  # rank, number of inputs, their dtypes and 
 
 
 class Fit(NamedTuple):
-    """The norm that a layer is; does autocast leave it, and did its code ask for the device?"""
+    """The norm that a layer is, whether autocast leaves it alone, and whether its code asked for the
+    device."""
 
     form: Form
     neutral: bool
@@ -32,7 +33,7 @@ class Fit(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """What a layer computes, and what has to be as it was for that to be so.
+    """What a layer computes, and what must be unchanged for that to hold.
 
     `inputs` are the names of its arguments, the second a gate's; `reads` the attributes that its forward
     read, `functions` its methods with their code, `constants` the numbers among their globals, `tensors` its
@@ -49,7 +50,7 @@ class Formula(NamedTuple):
     fits: Mapping[Key, Fit]
 
     def holds(self, layer: Module, cls: type[Module]) -> bool:
-        """Is all that the run read as it was?"""
+        """Whether everything that the run read is unchanged."""
         for name, value in self.reads:
             now = getattr(layer, name, Missing)
             if type(now) is not type(value) or now != value:
@@ -97,13 +98,13 @@ class Formula(NamedTuple):
             return False
         if any(tensors[name].requires_grad for name in (form.mean, form.var) if name is not None):
             return False  # our batch norm has no gradients for running statistics
-        if fit.device and x.device.type != "cpu":  # where the runs were
+        if fit.device and x.device.type != "cpu":  # the device of the runs
             return False
         return fit.neutral or not autocasts(x)
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Is it a tensor that our functions take as it is (no proxy, no DTensor)?"""
+    """Whether it is a tensor that our functions take as it is (no proxy, no DTensor)."""
     cls = type(tensor)
     if cls is Tensor or cls is Parameter:
         return True
@@ -116,7 +117,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def compute(form: Form, tensors: Mapping[str, Tensor], x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The form by our functions, with a layer's parameters."""
+    """The form computed by our functions, with a layer's parameters."""
     weight = None if form.weight is None else tensors[form.weight]
     bias = None if form.bias is None else tensors[form.bias]
     if form.kind == "group":

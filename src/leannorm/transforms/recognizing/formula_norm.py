@@ -1,8 +1,9 @@
-"""Layers of classes that nobody has listed, run by leannorm where their own code computes a norm of ours.
+"""Layers of unlisted classes, computed by leannorm if their own code computes one of our norms.
 
-A layer gets a subclass of its class. At every call the subclass looks whether all is as in the run that found
-the formula: the attributes that it read, its methods, dtypes and sizes. If so, leannorm computes it; in every
-other case (further arguments, another dtype, a tensor subclass, an exported graph) the layer's own code runs.
+A layer gets a subclass of its class. At every call the subclass checks whether everything is as in the run
+that found the formula: the attributes that it read, its methods, dtypes and sizes. If so, leannorm computes
+it; in every other case (further arguments, another dtype, a tensor subclass, an exported graph) the layer's
+own code runs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from leannorm.transforms.recognizing.recognition import formula_of
 
 
 class FormulaNorm(Layer):
-    """Stands before the layer's own class."""
+    """Comes before the layer's own class."""
 
     _has_name_of_another = True
     original: type[Module]
     _formula: Formula
 
     def _compute(self, args: Any, kwargs: Any) -> Any:
-        """The layer's output, by its formula where that holds, else by its own forward."""
+        """The layer's output, by its formula if that holds, otherwise by its own forward."""
         formula = self._formula
         inputs, layer = formula.inputs_of(args, kwargs), cast(Module, self)
         if inputs and not exporting() and formula.holds(layer, self.original):
@@ -44,7 +45,7 @@ class FormulaNorm(Layer):
         return next(iter(self._formula.fits.values())).form.function
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Without the formula: it is read again where the layer's code may be another."""
+        """Without the formula, which is read again because the layer's code may be another one there."""
         again, of, state, *rest = reduced(formula_class, self.original, cast(Module, self))
         return again, of, {k: v for k, v in state.items() if k != "_formula"}, *rest
 
@@ -63,7 +64,8 @@ class FormulaNorm(Layer):
 
 @one_a_class
 def formula_class(cls: type[Module]) -> type[Module]:
-    """The subclass of `cls` that runs formulas; it has its name, by which others find norms."""
+    """The subclass of `cls` that runs formulas. It has the same name, by which other code recognizes
+    norms."""
 
     @functools.wraps(cls.forward)  # with its signature, which tracers read
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

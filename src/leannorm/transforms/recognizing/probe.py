@@ -1,8 +1,8 @@
-"""Runs a probe of a layer, and gathers what it gives and all that it looked at.
+"""Runs a probe of a layer, and collects its results and everything that it read.
 
-The probe is a copy that notes each attribute that is read; the input is small and random; a mode sees each
-operation, another each look at a tensor's size. What a run cannot show (a branch on values, on a size of the
-batch, an operation with a threshold, state that it keeps) is refused.
+The probe is a copy that records each attribute that is read; the input is small and random; one mode sees
+each operation, another each read of a tensor's size. What a run cannot show (a branch on values or on a size
+of the batch, an operation with a threshold, state that it keeps) is rejected.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from torch.utils._pytree import tree_leaves
 
 from leannorm.transforms.recognizing.form import LOW, Clues, UnknownFormError, short
 
-# what autocast of CUDA computes in float32
+# what autocast on CUDA computes in float32
 _WIDENED = {"pow", "rsqrt", "reciprocal", "native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 _NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
-_DEFAULT_EPS = [torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)]  # of an RMS norm
+# operations of an RMS norm
+_DEFAULT_EPS = [torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)]
 _SUMS = {"add", "sub", "rsub"}
 _PRODUCTS = {"mul", "div"}
 _ARITHMETIC = "addcmul pow sqrt rsqrt reciprocal mean var var_mean _to_copy"
 _VIEWS = "clone detach alias view _unsafe_view unsqueeze squeeze expand slice select _reshape_alias permute"
 # operations without a threshold: two that agree on random values agree on all
 _SMOOTH = {*_NORMS, *_SUMS, *_PRODUCTS, *_ARITHMETIC.split(), *_VIEWS.split(), "transpose", "t"}
-# of a gate alone; a product with a sigmoid is a silu
+# only for a gate; a product with a sigmoid is a silu
 _GATES = {"sigmoid": ("sigmoid", "silu")} | {n: (n,) for n in ("silu", "relu", "gelu", "mish", "hardswish")}
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 _SEEN = {"dtype", "device", "ndim", "dim", "ndimension", "is_floating_point", "is_cuda", "itemsize"}
 _DETACHES = {"data", "detach", "detach_", "requires_grad_", "grad"}
 _REFUSED = {"__dict__", "__class__", "_parameters", "_buffers", "_modules"}
 _ADDED = {"training", "_swapped", "_formula"}
-_FREE = (5, 3, 2, 7)  # sizes of the axes that no parameter gives; the first alone is three rows at least
-_ANY = 17  # of the normalized axis of a layer without parameters
+_FREE = (5, 3, 2, 7)  # sizes of the axes that no parameter determines; the first alone is at least three rows
+_ANY = 17  # size of the normalized axis of a layer without parameters
 
 
 class Missing:
@@ -49,7 +50,8 @@ class Missing:
 
 
 class Run(NamedTuple):
-    """What one run gives, and shows; whether autocast of CUDA leaves it, and whether a device was asked."""
+    """What one run returns and shows, whether autocast on CUDA leaves it alone, and whether its code asked
+    for the device."""
 
     output: Tensor
     clues: Clues
@@ -58,7 +60,7 @@ class Run(NamedTuple):
 
 
 class Size(int):
-    """A size of the input that may go on into other sizes, but that nothing may depend on."""
+    """A size of the input that other sizes may be computed from, but that nothing may depend on."""
 
     def _refuse(self, *_: object) -> Any:
         raise UnknownFormError("it depends on a size of its input")
@@ -79,7 +81,7 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "neg", "radd", "rsub", "rm
 
 
 class _Looks(TorchFunctionMode):
-    """Sees what Python code asks of tensors; sizes in `free` axes become `Size`."""
+    """Sees what Python code reads from tensors; sizes in `free` axes become `Size`."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class _Shape(tuple[int, ...]):
 
 
 def _cuts(index: Any) -> bool:
-    """Is it a slice with a bound?"""
+    """Whether it is a slice with a bound."""
     return isinstance(index, slice) and (index.start, index.stop) not in ((None, None), (0, None))
 
 
@@ -123,14 +125,14 @@ def _has_tensor(result: Any) -> bool:
 
 
 class _Operations(TorchDispatchMode):
-    """Refuses every operation that could hide what random values do not show, and gathers the clues."""
+    """Rejects every operation that could hide what random values do not show, and collects the clues."""
 
     def __init__(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], looks: _Looks) -> None:
         super().__init__()
         self.looks, self.neutral = looks, True
         self.names = {id(t): name for name, t in parameters.items()}
         self.dtypes = {torch.float32, torch.float64, *(t.dtype for t in (*inputs, *parameters.values()))}
-        self.known: dict[int, Tensor] = {}  # with the tensors, whose ids would be used again
+        self.known: dict[int, Tensor] = {}  # stored with the tensors, whose ids could be reused otherwise
         self.gates: set[int] = set()
         self._know(*inputs, *parameters.values())
         self.gates.update(map(id, inputs[1:]))
@@ -187,7 +189,7 @@ class _Operations(TorchDispatchMode):
 
 
 class Probe:
-    """A copy of a layer, on random parameters of its own, that notes what its forward reads.
+    """A copy of a layer, with random parameters of its own, that records what its forward reads.
 
     `reads` has each attribute's name and value; a parameter's value is None, or its shape.
     """
@@ -268,7 +270,7 @@ def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[tuple[int
 
 
 def run(probe: Probe, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Run:
-    """What the layer gives for an input, and perhaps a gate; raises where it does what no norm does."""
+    """The layer's result for an input, and perhaps a gate; raises if it does what no norm does."""
     fixed = {n for n in inputs[0].shape if n not in (1, *_FREE)} | {
         n for p in parameters.values() for n in p.shape
     }

@@ -1,4 +1,4 @@
-"""Which layers of unknown classes compute a norm of ours: formulas, found and checked once a process."""
+"""Which layers of unknown classes compute one of our norms: formulas, found and checked once per process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FORMULAS: WeakKeyDictionary[type[Module], list[Formula]] = WeakKeyDictionary()
 
 
 def looks_like_norm(module: Module) -> bool:
-    """Is it called a norm, and is it not a child of it that is the norm?"""
+    """Whether it is called a norm, and no child of it is the norm."""
     name = getattr(module, "original_name", type(module).__name__)
     if "norm" not in name.lower():
         return False
@@ -47,7 +47,7 @@ def looks_like_norm(module: Module) -> bool:
 
 
 def may_be_norm(module: Module) -> bool:
-    """Is it worth a run: called a norm, or with code that takes roots or calls a norm?"""
+    """Whether it is worth a run: it is called a norm, or its code takes roots or calls a norm."""
     cls = type(module)
     if cls.__module__.startswith(("torch.", "leannorm.")):
         return False
@@ -65,7 +65,7 @@ def _names_in(cls: type[Module], method: str, seen: set[str]) -> set[str]:
 
 
 def why_not_by_formula(module: Module) -> str | None:
-    """Why a layer is not looked into at all."""
+    """Why a layer is not examined at all."""
     cls = type(module)
     if isinstance(module, ScriptModule):
         return "a ScriptModule; convert the model before torch.jit.script"
@@ -82,7 +82,7 @@ def why_not_by_formula(module: Module) -> str | None:
 def formula_of(layer: Module, cls: type[Module]) -> Formula:
     """The formula of a layer, as one of class `cls`.
 
-    Raises: `UnknownFormError` where it computes no norm of ours.
+    Raises: `UnknownFormError` if it computes none of our norms.
     """
     tensors = tuple((name, t.shape) for name, t in _tensors(layer).items())
     known = _FORMULAS.setdefault(cls, [])
@@ -106,7 +106,7 @@ def _tensors(layer: Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _by_itself() -> Iterator[None]:
-    """Whatever the caller has set, a run is a plain one, and it leaves the random numbers as they are."""
+    """Whatever modes the caller has set, a run is a plain one, and leaves the random numbers as they are."""
     with (
         random_state(),
         torch.inference_mode(False),
@@ -138,7 +138,7 @@ def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
 
 
 def _constants(function: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The globals that a function reads, and those of the functions among them, but for whole modules.
+    """The globals that a function reads, and those of the functions among them, except whole modules.
 
     Raises `UnknownFormError` for an object that may change within, such as a configuration.
     """
@@ -155,7 +155,7 @@ def _constants(function: Any, seen: tuple[Any, ...] = ()) -> Iterator[tuple[dict
 
 
 def _is_fixed(value: Any) -> bool:
-    """Is it a function, or a class of torch's or Python's, whose attributes nobody sets?"""
+    """Whether it is a function, or a class of torch's or Python's, whose attributes nobody sets."""
     if not isinstance(value, type):
         return callable(value)
     return value.__module__.partition(".")[0] in ("torch", "builtins")
@@ -173,7 +173,7 @@ def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:
 
 
 def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
-    """The sizes of the axes that the layer normalizes; None where it says none."""
+    """The sizes of the axes that the layer normalizes; None if it has none."""
     for _, shape in tensors:
         if math.prod(shape) > 1:
             return tuple(shape)
@@ -185,9 +185,9 @@ def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
 def _fits(
     probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, counts: Iterable[int]
 ) -> dict[Key, Fit]:
-    """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32.
+    """What the layer computes for every dtype and rank; raises if it is none of our norms in float32.
 
-    `counts`: of its inputs, the second of which is a gate.
+    `counts`: numbers of inputs, the second of which is a gate.
     """
     fits: dict[Key, Fit] = {}
     reason: UnknownFormError | None = None

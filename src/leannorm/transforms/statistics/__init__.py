@@ -1,1 +1,1 @@
-"""Which values are running statistics of, and when do they stay?"""
+"""Which values are running statistics computed from, and when do they stay?"""

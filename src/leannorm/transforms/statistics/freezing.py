@@ -20,7 +20,7 @@ from leannorm._errors import InputError
 
 
 class Frozen:
-    """Stands in the place of a layer's `train`, and knows what `unfreeze` restores."""
+    """Replaces a layer's `train`, and knows what `unfreeze` restores."""
 
     def __init__(self, layer: Module) -> None:
         self.layer, self.mode = layer, layer.training
@@ -28,7 +28,7 @@ class Frozen:
         self.trained: list[str] = []  # the parameters that required a gradient
 
     def __call__(self, mode: bool = True) -> Module:
-        """As `Module.train`, for the layer's children too, but for the mode of frozen statistics."""
+        """As `Module.train`, for the layer's children too, except for the mode of frozen statistics."""
         type(self.layer).train(self.layer, mode)
         self.mode = self.layer.training
         if self.statistics:
@@ -36,15 +36,15 @@ class Frozen:
         return self.layer
 
     def extra_repr(self) -> str:
-        """The layer's own words, and what of it is frozen; stands in the place of the layer's."""
+        """The layer's own text and what of it is frozen; replaces the layer's `extra_repr`."""
         parts = [name for name, held in (("statistics", self.statistics), ("affine", self.affine)) if held]
         own = type(self.layer).extra_repr(self.layer)
         return f"{own}{', ' if own else ''}frozen={'+'.join(parts)}"
 
     def reduced(self, protocol: Any) -> tuple[Any, ...]:
-        """As the layer's class says for a copy or a pickle, which gets a `Frozen` of its own.
+        """As the layer's class defines a copy or a pickle, which gets a `Frozen` of its own.
 
-        A shallow copy has the layer's attributes, and they would go on changing the layer.
+        A shallow copy would have the layer's attributes, which would go on changing the layer.
         """
         plain: Any = type(self.layer).__reduce_ex__(self.layer, protocol)
         make, of, *rest = plain
@@ -64,7 +64,7 @@ class Frozen:
         self.layer = layer
         vars(layer).update(zip(_ADDED, (self, self.extra_repr, self.reduced, self.replicated), strict=False))
         if self.statistics:
-            vars(layer)["reset_running_stats"] = nothing  # what torch's `update_bn` calls first
+            vars(layer)["reset_running_stats"] = nothing  # torch's `update_bn` calls this first
 
     def hold_statistics(self) -> None:
         if not self.statistics:
@@ -78,7 +78,8 @@ class Frozen:
             if parameter.requires_grad:
                 self.trained.append(name)
             parameter.requires_grad_(False)
-            parameter.grad = None  # an optimizer with momentum moves whatever has a gradient, even of 0
+            # an optimizer with momentum moves everything that has a gradient, even of 0
+            parameter.grad = None
 
     def let_go(self) -> None:
         parameters = dict(_affine(self.layer))
@@ -88,7 +89,7 @@ class Frozen:
         if self.statistics:
             self.layer.training = self.mode
         for name in _ADDED:
-            vars(self.layer).pop(name, None)  # a model that an older release froze has not all of them
+            vars(self.layer).pop(name, None)  # a model frozen by an older release does not have all of them
 
 
 _ADDED = "train", "extra_repr", "__reduce_ex__", "_replicate_for_data_parallel", "reset_running_stats"
@@ -108,7 +109,7 @@ def _frozen_again(memory: dict[str, Any], make: Callable[..., Module], of: tuple
 
 
 def _frozen_of(layer: Module) -> Frozen | None:
-    """What a frozen layer has; one of its own where its attributes were copied one by one."""
+    """What a frozen layer has, or a new one if its attributes were copied one by one."""
     frozen = vars(layer).get("train")
     if isinstance(frozen, Frozen) and frozen.layer is not layer:
         _frozen(layer, frozen._memory())
@@ -117,11 +118,11 @@ def _frozen_of(layer: Module) -> Frozen | None:
 
 
 def nothing() -> None:
-    """What a frozen layer's `reset_running_stats` does."""
+    """The `reset_running_stats` of a frozen layer."""
 
 
 def _affine(layer: Module) -> list[tuple[str, Parameter]]:
-    """The layer's own parameters; of parametrized ones what they are made from."""
+    """The layer's own parameters; for parametrized ones the originals."""
     own = list(layer.named_parameters(recurse=False))
     made = layer._modules.get("parametrizations")
     return own if made is None else own + list(made.named_parameters(prefix="parametrizations"))
@@ -137,27 +138,27 @@ def freeze(
     """Make norm layers use and keep their running statistics, whatever `train()` says; returns the model.
 
     For every layer with running statistics: leannorm's, torch's, timm's, torchvision's, and subclasses. Such
-    a layer is in evaluation mode until `unfreeze`, alone or in a model: `train()`, a trainer, torch's
-    `update_bn` do not change it. It is the same object of the same class with the same state_dict; copies
-    and pickles are frozen too, each by itself (a shallow copy has the same parameters). A gradient goes
-    through it to its input.
+    a layer is in evaluation mode until `unfreeze`, alone or in a model: `train()`, a trainer and torch's
+    `update_bn` do not change it. It is the same object of the same class with the same state_dict; copies and
+    pickles are frozen too, independently (a shallow copy has the same parameters). Gradients flow through it
+    to its input.
 
     Norms without running statistics (layer, group, RMS norm) are left alone. Freeze before
-    DistributedDataParallel is built, which expects a gradient of every parameter that had required one.
+    DistributedDataParallel is built, which expects a gradient for every parameter that required one.
 
     Args:
-        model: any module; a norm layer by itself too.
+        model: any module, or a single norm layer.
         statistics: running mean, running variance and counter stay.
-        affine: weight and bias stay: they no longer require a gradient, and the one that they have is
-            dropped, so that no momentum of an optimizer moves them either. `torch.optim.LBFGS`, which moves
-            all parameters along a direction of the past, must be made anew.
+        affine: weight and bias stay: they no longer require a gradient, and their present gradient is
+            dropped, so that an optimizer's momentum does not change them either. `torch.optim.LBFGS`, which
+            moves all parameters along a past direction, must be made again.
         match: the name of a part of the model, or a function that is called with each layer's name and the
             layer. Layers outside of that part, or for which it is false, are left alone.
 
     A model without such layers is named in a `UserWarning`.
 
-    Raises: `InputError` where there is nothing to freeze: neither statistics nor affine, or no layer that
-    matches; and for what is no module.
+    Raises: `InputError` if there is nothing to freeze: neither statistics nor affine, or no layer that
+    matches; and for anything that is not a module.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -224,9 +225,9 @@ def unfreeze(model: Module) -> Module:
     """Undo `freeze`: every frozen layer is in the mode that `train()` last asked for; returns the model.
 
     Parameters that required a gradient before `freeze` require one again. Layers that are not frozen are left
-    alone; a model without norm layers that could be is named in a `UserWarning`.
+    alone; a model without norm layers that could be frozen gets a `UserWarning`.
 
-    Raises: `InputError` for what is no module.
+    Raises: `InputError` for anything that is not a module.
 
     >>> import torch, leannorm
     >>> model = leannorm.freeze(torch.nn.Sequential(torch.nn.BatchNorm2d(8)))

@@ -40,7 +40,7 @@ from leannorm.ops.select import pick
 
 
 def _inside_convolutions(model: Module) -> set[Module]:
-    """Batch norms that a convolution's layer computes: their own forward is not called."""
+    """Batch norms that a fused convolution layer computes: their own forward is not called."""
     return {norm.module for norm in norms_of(model) if norm.convolution is not None}
 
 
@@ -51,7 +51,7 @@ def _new_pool(layer: _BatchNorm, of_rank: bool = False) -> Pool:
 
 @contextmanager
 def _collecting(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
-    """Within it, these layers, of leannorm, add their batches to the pools."""
+    """Within it, these leannorm layers add their batches to the pools."""
     for layer, pool in pools.items():
         vars(layer)["_pool"] = pool
     try:
@@ -63,18 +63,18 @@ def _collecting(pools: Mapping[_BatchNorm, Pool]) -> Iterator[None]:
 
 @contextmanager
 def accumulate_stats(model: Module) -> Iterator[None]:
-    """Around the micro-batches of one optimizer step: running statistics move once, as by one batch of all.
+    """Around the micro-batches of one optimizer step: running statistics are updated once, as for one batch.
 
-    Towards the mean and the unbiased variance of all values that a layer saw within the context, with its
-    momentum; the counter counts one batch. Each micro-batch is normalized by its own statistics, as without
-    the context. After an error nothing moves, and neither does a layer of which one micro-batch was not
-    finite.
+    They are updated with the mean and the unbiased variance of all values that a layer got within the
+    context, with its momentum; the counter counts one batch. Each micro-batch is normalized by its own
+    statistics, as without the context. Nothing is updated after an error, nor in a layer for which one
+    micro-batch was not finite.
 
     For leannorm's batch norms, over ranks too (`SyncBatchNorm`), under DistributedDataParallel, autocast,
-    checkpointing and `torch.compile`, which compiles once more for it. Tracked instance norms go on by
-    micro-batches. No graph can be exported within it.
+    checkpointing and `torch.compile`, which compiles once more for it. Instance norms with running
+    statistics still update with every micro-batch. No graph can be exported within it.
 
-    Raises: `InputError` where a batch norm in training mode is not leannorm's, and within another
+    Raises: `InputError` if a batch norm in training mode is not leannorm's, and within another
     `accumulate_stats` of the same layers.
 
     >>> import torch, leannorm
@@ -103,7 +103,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     for layer, pool in ours.items():
         if pool.used:
             buffers: list[Any] = [layer.running_mean, layer.running_var, layer.num_batches_tracked]
-            # this rank's part of a DTensor: of statistics that every rank has, the whole
+            # this rank's part of a DTensor; for statistics that every rank has, the whole
             mean, var, count = (b.to_local() if hasattr(b, "placements") else b for b in buffers)
             running = Running(mean, var, count, layer.momentum)
             update_running_statistics(running, Moments(pool.mean, pool.m2, pool.counts[1]))
@@ -111,7 +111,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recalibrated:
-    """One layer: of how many batches and values a channel its statistics are now, and how far they moved.
+    """One layer: the number of batches and of values per channel behind its statistics, and their change.
 
     `mean_moved` is in standard deviations, `var_moved` a factor, each the largest of all channels.
 
@@ -129,7 +129,7 @@ class Recalibrated:
 
 @dataclass(frozen=True, repr=False)
 class RecalibrationReport(Report):
-    """What `recalibrate` moved, layer by layer, and which layers it left alone, by name with the reason.
+    """What `recalibrate` changed, layer by layer, and which layers it left alone, by name with the reason.
 
     >>> import torch, leannorm
     >>> report = leannorm.recalibrate(leannorm.nn.BatchNorm1d(4), [torch.randn(16, 4)])
@@ -166,28 +166,28 @@ def recalibrate(
     forward: Callable[[Module, Any], object] | None = None,
     process_group: dist.ProcessGroup | str | None = None,
 ) -> RecalibrationReport:
-    """Set running statistics to those of all values of all batches, of all ranks: exactly, not by averages.
+    """Set running statistics to those of all values in all batches of all ranks: exactly, not by averages.
 
-    For batch norms in training mode, of leannorm and of torch: running mean and unbiased variance are of all
-    values that the layer saw, whatever the batches' sizes, and the counter is the number of batches. Frozen
-    layers, layers in evaluation mode, instance and group norms, and all else of the model are as before, and
-    random numbers go on as if nothing had run. Each batch is normalized by its own statistics, as in
-    training. What changes a layer's input, such as dropout, is the model's: it runs in the mode that it is
-    in, without gradients, compiled code eagerly.
+    For batch norms of leannorm and torch in training mode: running mean and unbiased variance become those of
+    all values that the layer got, whatever the batches' sizes, and the counter is the number of batches.
+    Frozen layers, layers in evaluation mode, instance and group norms, and everything else in the model stay
+    as before, and random numbers continue as if nothing had run. Each batch is normalized by its own
+    statistics, as in training. The model runs in its present mode, dropout included, without gradients, and
+    compiled code eagerly.
 
     Args:
-        model: of a DistributedDataParallel the module inside is run.
-        batches: a list or another iterable, such as a DataLoader, of tensors, tuples that begin with what
-            the model's forward must have, mappings of its arguments, or anything that `forward` takes. A
-            tensor, a mapping, or a tuple of all arguments is one batch. Ranks may have different numbers of
-            them, or none. A terminal shows progress.
+        model: for a DistributedDataParallel the module inside is run.
+        batches: a list or another iterable, such as a DataLoader, of tensors, tuples that begin with the
+            entries that the model's forward requires, mappings of its arguments, or anything that `forward`
+            takes. A tensor, a mapping, or a tuple of all arguments is one batch. Ranks may have different
+            numbers of them, or none. A terminal shows progress.
         forward: `forward(model, batch)` runs the model on a batch.
-        process_group: the ranks whose batches are one set, all by default, each of which calls this.
+        process_group: the ranks whose batches are one set, by default all; each of them calls this.
 
-    Raises: `InputError` where nothing can be recalibrated: no layer in training mode, no batches, an empty
-    one, one that is no tensor, tuple or mapping without `forward`, statistics that are not finite or that the
-    buffer cannot hold; `SyncError` where another rank failed; what the model raises. The model is as it
-    was then.
+    Raises: `InputError` if nothing can be recalibrated: no layer in training mode, no batches, an empty one,
+    one that is not a tensor, tuple or mapping without `forward`, statistics that are not finite or do not fit
+    the buffer's dtype; `SyncError` if another rank failed; what the model raises. The model is unchanged
+    then.
     Source: the merge: Chan, Golub and LeVeque, 1983.
 
     >>> import torch, leannorm
@@ -252,9 +252,10 @@ def _merge_ranks(pool: Pool, group: str, layer: str) -> None:
 
 
 class _Inputs(TorchFunctionMode):
-    """What torch's function normalizes for layers with a forward of their own, which may change their input.
+    """The tensors that torch's function normalizes in layers with a forward of their own, which may change
+    their input.
 
-    `readers`: by the `id` of a layer's running mean, what is called with the function's input.
+    `readers`: by the `id` of a layer's running mean, the function that gets the input.
     """
 
     def __init__(self, readers: Mapping[int, Callable[..., None]]) -> None:
@@ -282,7 +283,7 @@ def _run(
 
     def add(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")
-        # one that the layer will refuse is left to it
+        # if the layer will reject it, its own error is raised
         if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == pools[layer].mean.numel():
             valid = valid_positions(x, kwargs.get("mask"), kwargs.get("lengths"))
             moments = pick(x).channel_moments(x, mask=None if valid is None else valid.mask)
@@ -292,7 +293,7 @@ def _run(
         {id(layer.running_mean): partial(add, layer) for layer in subclasses if layer not in collecting}
     )
     handles = [
-        layer.register_forward_pre_hook(add, with_kwargs=True)  # behind the layer's own
+        layer.register_forward_pre_hook(add, with_kwargs=True)  # after the layer's own
         for layer in pools
         if not (layer in collecting or layer in subclasses)
     ]
@@ -319,7 +320,7 @@ def _run(
 
 
 def _watched(batches: Iterable[Any]) -> Iterable[Any]:
-    """With a progress bar where somebody can see it, and rich is installed, which the command needs."""
+    """With a progress bar if somebody can see it and rich is installed, which the command needs."""
     if not sys.stderr.isatty():
         return batches
     try:
@@ -332,7 +333,8 @@ def _watched(batches: Iterable[Any]) -> Iterable[Any]:
 
 
 def _statistics(name: str, layer: _BatchNorm, pool: Pool) -> tuple[Tensor, Tensor, int, int]:
-    """Mean, unbiased variance, batches and values; raises for what the layer's buffers cannot hold."""
+    """Mean, unbiased variance, batches and values; raises for values that the layer's buffers cannot
+    represent."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     batches, values = (int(v) for v in pool.counts.tolist())

@@ -2,8 +2,8 @@
 
 `channel.py`, `channel_gradients.py`, `rows.py`, `modulated.py` and `statistics.py` implement every operator
 of `schema.py`, each under its name. They are registered for CUDA here and imported by the first call, since
-Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels
-are interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
+importing Triton takes longer than importing this whole package. With TRITON_INTERPRET=1 in the environment
+the kernels are interpreted: then they also take CPU tensors, but only if the backend is chosen by name
 (`use_backend("triton")`), as that is slow.
 """
 
@@ -28,7 +28,7 @@ from leannorm.ops.backends.compiled_modulated import CompiledModulated
 from leannorm.ops.modes import traced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-_OLDEST = 8  # compute capability; what Triton itself supports
+_OLDEST = 8  # the compute capability that Triton itself supports
 
 
 def _why_unavailable() -> str | None:
@@ -54,7 +54,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return properties.major, properties.minor
 
 
-# What torch.compiler.assume_constant_result sets; to call it would import the compiler with leannorm.
+# This is what torch.compiler.assume_constant_result sets; calling it would import the compiler with leannorm.
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -77,7 +77,7 @@ _NAMES = _OPERATORS + _FUNCTIONS
 
 
 class _Kernels:
-    """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
+    """The implementations under their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Any:
         if operator not in _NAMES:  # such as the special methods that copy and inspect look for
@@ -100,17 +100,17 @@ def imported_by_call(operator: str) -> Callable[..., Any]:
 
 
 def repeated(operator: str, arguments: tuple[Any, ...]) -> Any:
-    """What an operator gives; None where it has seen no call of this kind yet, or where someone listens."""
+    """What an operator returns; None if it has not seen a call of this kind yet, or if something listens."""
     return None if _listened_to() else getattr(_kernels, operator).again(arguments)
 
 
 def _listened_to() -> bool:
-    """Does someone listen at torch's dispatcher, who must see operators?"""
+    """Whether something listens at torch's dispatcher and must see operators."""
     return bool(traced() or torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled)
 
 
 def _calls(operator: str) -> Callable[..., Any]:
-    """An operator; without the dispatcher, which takes as long as the rest, where no one listens there.
+    """An operator; without the dispatcher, which takes as long as the rest, if nothing listens there.
 
     Compilers, modes (fake tensors, selective checkpointing, counts of FLOPs), profilers and tensor subclasses
     get a call of the operator.
@@ -123,7 +123,7 @@ def _calls(operator: str) -> Callable[..., Any]:
         if _listened_to():
             return through(*arguments)
         for i in numbers:
-            if isinstance(arguments[i], Tensor):  # an eps, say: the dispatcher reads its value
+            if isinstance(arguments[i], Tensor):  # an eps, for example: the dispatcher reads its value
                 return through(*arguments)
         return getattr(_kernels, operator).call(arguments, through)
 
@@ -147,7 +147,7 @@ class Triton(CompiledModulated):
         super().__init__(_kernels if INTERPRETED else calls)
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """Interpreted kernels also serve CPU tensors, if the backend is `named`."""
+        """Interpreted kernels also take CPU tensors, if the backend is `named`."""
         if _UNAVAILABLE is not None:
             return [_UNAVAILABLE]
         if not tensors and not torch.cuda.is_available() and not (named and INTERPRETED):
@@ -166,7 +166,7 @@ class Triton(CompiledModulated):
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
 
     def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
-        """One launch in place of two. Not an operator: who listens there sees the two."""
+        """One launch instead of two. Not an operator: whatever listens there sees the two."""
         mean, var, *_ = running
         both = super().channel_evaluate
         if (

@@ -1,7 +1,7 @@
 """Each activation of `ops/activation.py` in Triton, under its name, and its derivatives.
 
-Written with what Triton both compiles and interprets (exp, erf, where): no tanh and no expm1. Comparisons
-are written so that NaN stays NaN.
+Written with functions that Triton both compiles and interprets (exp, erf, where), so without tanh and expm1.
+Comparisons are written so that NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def derivative(z, ACT: tl.constexpr):
     """act'(z), in z's dtype."""
     one = tl.full(z.shape, 1.0, z.dtype)
     if ACT == "relu":
-        d = tl.where(z <= 0, 0.0, one)  # at NaN 1, as torch's
+        d = tl.where(z <= 0, 0.0, one)  # 1 at NaN, as in torch
     elif ACT == "leaky_relu":
         d = tl.where(z > 0, one, 0.01)
     elif ACT == "silu":
@@ -97,7 +97,7 @@ def derivative(z, ACT: tl.constexpr):
         cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
         d = cdf + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
     elif ACT == "gelu_tanh":
-        z = _clamp(z, -10.0, 10.0)  # past these it is 0 or 1, and z * z may be infinite
+        z = _clamp(z, -10.0, 10.0)  # beyond these it is 0 or 1, and z * z may be infinite
         u = _twice_gelu_tanh_argument(z)
         e = tl.exp(-tl.abs(u))
         inner = 1.5957691216057308 * (1 + 0.134145 * z * z)
@@ -121,7 +121,7 @@ def derivative(z, ACT: tl.constexpr):
 
 @triton.jit
 def derivative_from_output(y, ACT: tl.constexpr):
-    """act'(z) from y = act(z), for the activations where that determines it."""
+    """act'(z) from y = act(z), for the activations whose output determines it."""
     if ACT == "elu":
         d = tl.where(y > 0, 1.0, y + 1)
     else:  # relu, leaky_relu, hardtanh, relu6: the same comparison as at the input

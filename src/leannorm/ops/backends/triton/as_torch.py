@@ -1,9 +1,9 @@
-"""What norms have put out, from the statistics that they saved: for `lean()`, which rebuilds it.
+"""The outputs of norms, from the statistics that they saved: `lean()` rebuilds them with these.
 
-torch's kernels compute fma(weight * (x - mean), rstd, bias) for each channel and
-fma(rstd * (x - mean), weight, bias) for each row. Here what follows, an addition and an activation, or a
-cast, goes into the same pass, and is rounded as by kernels of their own. Both move 2 S for an input of S
-bytes, and S more for what is added.
+torch's kernels compute fma(weight * (x - mean), rstd, bias) for each channel and fma(rstd * (x - mean),
+weight, bias) for each row. Here an addition and an activation, or a cast, that follow are computed in the
+same pass, and rounded as separate kernels would. Both move 2 S for an input of S bytes, and S more for an
+added tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.backends.triton.tiling import power_of_two
 
-_TILE = 4096  # values of a program
+_TILE = 4096  # values per program
 
 
 @taped
@@ -28,8 +28,8 @@ def channel_as_torch(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, own: bool,
     signed: bool,
 ) -> Tensor:  # fmt: skip
-    """Of torch's norm, or of leannorm's `own`, whose statistics may be those of groups. `signed`: the
-    activation of -0.0 is -0.0."""
+    """The output of torch's norm, or of leannorm's `own`, whose statistics may be those of groups. `signed`:
+    the activation of -0.0 is -0.0."""
     check(x, Epilogue(weight, bias, residual, act))
     y = empty_like(x)
     tensors = x, residual, y, mean, rstd, weight, bias
@@ -41,9 +41,9 @@ def channel_as_torch(
 def row_as_torch(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, kept: int, dtype: torch.dtype
 ) -> Tensor:
-    """For rows of `kept` values, each a line of memory; x is contiguous, or `[outer, inner, kept]`."""
+    """The output for rows of `kept` contiguous values; x is contiguous, or `[outer, inner, kept]`."""
     y = empty(x.shape, dtype, x.device)
-    # how many rows lie one step apart, the step of so many together, and theirs, in values
+    # the number of rows one step apart, the step between such blocks, and the step within one, in values
     steps = (1, kept, 0) if x.is_contiguous() else (x.shape[1], x.stride(0), x.stride(1))
     block = min(power_of_two(kept), _TILE)
     rows, together = x.numel() // kept, _TILE // block

@@ -1,4 +1,5 @@
-"""Norms from their statistics, and what follows them: what one program does (`as_torch.py`)."""
+"""The outputs of norms from their statistics, with what follows them: what one program does
+(`as_torch.py`)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def channel_as_torch_kernel(
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr, OWN: tl.constexpr,
     SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """y = act(norm(x) + residual), rounded behind each: reads x (and residual) once, writes y once.
+    """y = act(norm(x) + residual), rounded after each step: reads x (and residual) once, writes y once.
 
     The norm is torch's, or leannorm's OWN (`tiles.normalized`). SIGNED: the activation of -0.0 is -0.0.
     """
@@ -48,7 +49,7 @@ def row_as_torch_kernel(
 ):  # fmt: skip
     """y = norm(x), stored in the dtype of y: reads x once, writes y once.
 
-    Of x each `inner` rows begin `inner_step` values apart, so many together `outer_step`; y is contiguous.
+    In x, `inner` rows are `inner_step` values apart, and blocks of them `outer_step`; y is contiguous.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

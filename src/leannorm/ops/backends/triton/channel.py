@@ -4,16 +4,16 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
 
     forward      one launch, 2 S (a program reads all values of its statistics twice, the second time from
                  the cache), or three, 3 S and some KB of partial statistics
-    backward     one launch, 3 S, or three, 5 S; of several samples one more, which adds up their C sums
+    backward     one launch, 3 S, or three, 5 S; for several samples one more, which adds up their C sums
     moments      two, 1 S; normalize: one, 2 S; gradient sums: two, 2 S; input gradient: one, 3 S
 
-With a mask the kernels look at it: it is read as the input is, a byte a position for each block of channels.
-What it says is no data is not loaded: such elements are switched off in each load, whatever they hold, and
-results there are written once, as 0.
+A mask is read by the kernels like the input, one byte per position for each block of channels. Elements that
+are not data are masked off in each load, so their values do not matter, and results there are written once,
+as 0.
 
 A residual, its gradient dz, and an output from which the derivative is computed add an S each time they are
-read or written. Where dz is dy or 0 (`MASKS`), the first pass of the backward writes it, and the second reads
-it in place of dy.
+read or written. If dz is dy or 0 (`MASKS`), the first pass of the backward writes it, and the second reads it
+instead of dy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def groups_of(x: Tensor, mean: Tensor) -> int:
 
 
 def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, groups: int = 0) -> None:
-    """Raise for what the kernels, which see pointers and integers, would read wrongly."""
+    """Raise for arguments that the kernels, which see pointers and integers, would read wrongly."""
     weight, bias, residual, act = epilogue
     check_activation(act)
     if not is_dense(x):
@@ -79,7 +79,8 @@ def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, gro
 
 
 def _new_count(x: Tensor, mask: Maybe, groups: int) -> Maybe:
-    """Of the valid values of each statistic: of all, or of every sample. The kernels write it."""
+    """A tensor for the number of valid values per statistic, of all samples or of each. The kernels write
+    it."""
     if mask is None:
         return None
     shape = (x.shape[0], 1) if groups else ()
@@ -97,7 +98,7 @@ def zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _moments(
     x: Tensor, groups: int, eps: float | None, mask: Maybe, count: Maybe
 ) -> tuple[Tensor, Tensor, Maybe]:
-    """Mean, M2, and rstd where there is an eps; of what is valid, whose number `count` gets."""
+    """Mean, M2, and rstd if there is an eps, of the valid values, whose number is written to `count`."""
     plan = plan_of(x, groups)
     geometry, parts = plan.geometry, plan.moments
     merged = merging(geometry, parts)
@@ -146,7 +147,7 @@ def channel_moments(x: Tensor, groups: int, mask: Maybe = None) -> tuple[Tensor,
 def launch_mapping(
     kernel: object, x: Tensor, mean: Tensor, act: str, *arguments: Any, **constants: Any
 ) -> None:
-    """Run a kernel that goes through x once, by the statistics of which `mean` is one."""
+    """Run a kernel that goes through x once, with the statistics that `mean` belongs to."""
     plan = plan_of(x, groups_of(x, mean))
     launch(
         kernel,
@@ -163,7 +164,7 @@ def launch_mapping(
 
 
 def _normalized(kept: KeptByChannelNorm, eps: float | None = None) -> Tensor:
-    """With an eps, the variance stands in the place of rstd."""
+    """With an eps, the variance takes the place of rstd."""
     x, mean, spread, weight, bias, residual, _, mask, _, act = kept
     check(x, kept.epilogue(), mask=mask)
     y = empty_like(x)

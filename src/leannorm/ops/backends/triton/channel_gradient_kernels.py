@@ -1,4 +1,4 @@
-"""Backward in two passes over dy and the input, where a program should not read all values of its statistics.
+"""Backward in two passes over dy and the input, for statistics of more values than one program should read.
 
 As `channel_kernels.py`: partial sums, one small launch that merges them, then the input's gradient.
 """
@@ -34,7 +34,7 @@ def grad_sums_kernel(
     """Sums of dz and dz * xhat of every channel in each part: `[segments, parts, C]`.
 
     Reads dy and x (with an activation the residual or the output too) once. Writes 16 bytes for each channel
-    and part, and dz once where it is given. Where a mask says that there is no data dz is 0.
+    and part, and dz once if it is given. At positions that a mask leaves out dz is 0.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
@@ -63,10 +63,10 @@ def merge_sums_kernel(
     part_dz, part_dz_xhat, count, weight, sum_dz, sum_dz_xhat, p, q, C, inner, samples, parts, G,
     GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """The sums `[segments, C]` from their parts, and p and q (the weighted means of every set) where given.
+    """The sums `[segments, C]` from their parts, and p and q (the weighted means of every set) if given.
 
     Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them. With a mask
-    `count` says of how many values a segment's statistics are.
+    `count` is the number of values behind a segment's statistics.
     """
     pid = tl.program_id(0)
     group_size = C // G
@@ -114,10 +114,10 @@ def input_grad_kernel(
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (weight * dz - p - xhat * q), and dz where it is given.
+    """dx = rstd * (weight * dz - p - xhat * q), and dz if it is given.
 
     Reads dy and x (with an activation the residual or the output too) once, writes dx (and dz) once.
-    dx may be x. Where a mask says that there is no data dx and dz are 0.
+    dx may be x. At positions that a mask leaves out dx and dz are 0.
     """
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     c, exists, place = block_of_channels(segment, c0, C, G, BC)

@@ -1,4 +1,5 @@
-"""The per-channel operators of the backward pass on a GPU; their launches and bytes stand in `channel.py`."""
+"""The per-channel operators of the backward pass on a GPU; their launches and bytes are listed in
+`channel.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
 
 def _takes_most(act: str, x: Tensor) -> bool:
-    """May the activation's slope take more registers than all else? In float64 any but relu's may."""
+    """Whether the activation's slope may need more registers than everything else. In float64 any but relu's
+    may."""
     return x.dtype == torch.float64 and act not in ("identity", "relu")
 
 
@@ -46,7 +48,7 @@ def _needed(kept: KeptByChannelNorm) -> tuple[Maybe, Maybe, Maybe]:
 def _sums(
     dy: Tensor, kept: KeptByChannelNorm, dz: Maybe, into: tuple[Tensor, Tensor], want_means: bool
 ) -> tuple[Maybe, Maybe]:
-    """The means; writes the sums of dz and dz * xhat of every channel and segment, and dz where given."""
+    """The means; writes the sums of dz and dz * xhat of every channel and segment, and dz if given."""
     x, mean, rstd, weight, *_, out, mask, count, act = kept
     plan = plan_of(x, groups_of(x, mean))
     geometry, parts = plan.geometry, plan.sums
@@ -126,7 +128,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Maybe]:
     """dweight, dbias and dz; writes dx.
 
-    With `constant` statistics by several launches, of which the first sums as `channel_grad_sums` does.
+    With `constant` statistics in several launches, of which the first sums as `channel_grad_sums` does.
     """
     x, mean, rstd, weight, *_, mask, count, act = kept
     check(x, kept.epilogue(), dy, kept.output, mask=mask, groups=groups)

@@ -1,8 +1,8 @@
-"""Forward in two passes over the input, where a program should not read all values of its statistics.
+"""Forward in two passes over the input, for statistics of more values than one program should read.
 
 Every program writes partial statistics of its tiles (no atomics: the order of addition is fixed by the
-shape), one small launch merges them, and the second pass normalizes. It goes through the tiles in reverse, as
-those that were read last are still in the L2 cache.
+shape), one small launch merges them, and the second pass normalizes. It goes through the tiles in reverse,
+because those that were read last are still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def summed(values):
 
 @triton.jit
 def not_negative(square):
-    """0 where rounding has made a sum of squares negative; NaN stays NaN."""
+    """0 if rounding has made a sum of squares negative; NaN stays NaN."""
     return tl.where(square < 0, 0.0, square)
 
 
 @triton.jit
 def finite(shift):
-    """0 in place of NaN and infinities, the differences from which would all be NaN or infinite."""
+    """0 instead of NaN and infinities, the differences from which would all be NaN or infinite."""
     return tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
 
 
 @triton.jit
 def beyond_float32(m2):
-    """Is any of these sums of squares infinite or NaN?"""
+    """Whether any of these sums of squares is infinite or NaN."""
     return tl.min((m2 < float("inf")).to(tl.int32), 0) == 0
 
 
@@ -59,7 +59,7 @@ def squares_again(
 ):  # fmt: skip
     """The sum of squared deviations from `shift` of each of a tile's channels, of values up to 1e38.
 
-    They are scaled by a power of two, which is right only where the plain sum overflows float32.
+    They are scaled by a power of two, which is right only if the plain sum overflows float32.
     """
     square = tl.zeros((BC, BE), tl.float32)
     for c0 in range(first, last, BC):
@@ -155,7 +155,7 @@ def merge_moments_kernel(
     """Mean, M2 and rstd of every set from its parts (and its channels, if GROUPED), all in float64.
 
     Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them. With a mask
-    `part_count` says of how many values a part is, and `count` will say it of all.
+    `part_count` is the number of values of each part, and their sum is written to `count`.
     """
     pid = tl.program_id(0)
     group_size = C // G
@@ -223,13 +223,13 @@ def normalize_kernel(
 ):  # fmt: skip
     """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once.
 
-    With an EPS `rstd` is the variance, and both statistics may have any dtype: those of evaluation. Where a
-    mask says that there is no data y is 0.
+    With an EPS `rstd` is the variance, and both statistics may have any dtype: those of evaluation. At
+    positions that a mask leaves out y is 0.
     """
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     c, exists, place = block_of_channels(segment, c0, C, G, BC)
     high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
-    if EPS is not None:  # rounded as the constants that `constants_kernel` makes in a launch of its own
+    if EPS is not None:  # rounded as the constants that `constants_kernel` computes in a launch of its own
         variance = tl.load(rstd + place, mask=exists, other=1.0).to(tl.float64)
         scale = (1 / tl.sqrt(variance + EPS)).to(tl.float64 if DOUBLE else tl.float32)
     for step in tl.range(t0, t1, num_stages=STAGES):

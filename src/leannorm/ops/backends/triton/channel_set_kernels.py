@@ -1,4 +1,4 @@
-"""Forward and backward in one launch each, where one program can read all values of its statistics (a set).
+"""Forward and backward in one launch each, if one program can read all values of its statistics (a set).
 
 A program computes BC channels of the batch (or of a sample), or one group of a sample (GROUPED), and goes
 through its tiles twice: the first time from memory, the second time, in reverse, from the caches.
@@ -43,7 +43,7 @@ def set_forward_kernel(
 ):  # fmt: skip
     """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once.
 
-    With a mask the values of each statistic are counted in `n`, and y is 0 where there is no data.
+    With a mask the values of each statistic are counted in `n`, and y is 0 at positions that it leaves out.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
@@ -133,9 +133,9 @@ def set_backward_kernel(
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
-    Reads dy and x (with an activation the residual or the output too) once from memory and once from
-    cache, writes dx (and dz) once. dx may be x. With a mask `n` values are in each statistic, and dx and dz
-    are 0 where there is no data.
+    Reads dy and x (with an activation the residual or the output too) once from memory and once from cache,
+    writes dx (and dz) once. dx may be x. With a mask each statistic is of `n` values, and dx and dz are 0 at
+    positions that it leaves out.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)

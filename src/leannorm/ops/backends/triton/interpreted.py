@@ -1,4 +1,5 @@
-"""Patches of Triton's interpreter: today's numpy, less overhead for each call, no warnings."""
+"""Patches of Triton's interpreter: it works with today's numpy, has less overhead per call, and does not
+warn."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
 def patch_interpreter() -> None:
     """Patch the interpreter, once: scalars as bounds of loops, cheap calls, and overflow without a warning.
 
-    Triton 3.6 converts a scalar, which is an array of one element, to an int; numpy 2.4 and later raise.
-    And the interpreter patches Triton's language at every call of a function: for ours the patch made for
-    the kernel is enough, for Triton's own that of the first call in each launch.
+    Triton 3.6 converts a scalar, which is an array of one element, to an int; numpy 2.4 and later raise. The
+    interpreter also patches Triton's language at every call of a function. For our functions the patch made
+    for the kernel is enough, for Triton's own the patch of the first call in each launch.
     """
     interpreter._convert_float = _to_nearest(interpreter._convert_float)
     patch = interpreter._patch_lang_tensor

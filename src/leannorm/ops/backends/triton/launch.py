@@ -1,9 +1,9 @@
 """Launching a kernel on the device where its tensors are, in as little of the host's time as Triton allows.
 
-Triton's own launch looks for the compiled kernel by every argument, which takes some 10 µs. A `Launch` keeps
-what that found, by which pointers are multiples of 16, and calls it as Triton does; its other arguments never
-change. Where anything is not as known (another release of Triton, hooks of a profiler, an interpreter), it
-launches by Triton's public call.
+Triton's own launch looks up the compiled kernel by every argument, which takes some 10 µs. A `Launch` keeps
+the kernels that it found, by which pointers are multiples of 16, and calls them as Triton does; its other
+arguments never change. If anything is unknown (another release of Triton, a profiler's hooks, an
+interpreter), it launches by Triton's public call.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # releases of Triton whose `JITFunction.run` ends in the same call
-# of tensors: an argument's position, a slot, elements behind its start
+# for tensors: an argument's position, a slot, and an offset in elements
 Places = Sequence[tuple[int, int, int]]
 
 
 class _Listening(threading.local):
-    """Who notes the launches of this thread (`tape.py`)."""
+    """The recorder of this thread's launches (`tape.py`)."""
 
     recorder: Any = None
 
@@ -42,7 +42,7 @@ def processors(device: torch.device) -> int:
 
 @cache
 def _runtime() -> tuple[Any, Callable[[int], Any]] | None:
-    """Triton's settings and its look-up of the current stream; None where its release is not known."""
+    """Triton's settings and its look-up of the current stream; None if its release is not known."""
     import triton
 
     release = tuple(int(n) for n in triton.__version__.split(".")[:2])
@@ -107,7 +107,7 @@ class Launch:
                 run(self.programs, 1, 1, stream_of(index), function, metadata, None, None, None, *values)
 
     def _public(self, slots: Sequence[Any], places: Places) -> Any:
-        """By Triton's public call; what that compiled."""
+        """Launch by Triton's public call; returns what that compiled."""
         values = self.values[: len(self.values) - len(self.constants)]
         for position, slot, offset in places:
             t = slots[slot]
@@ -143,10 +143,10 @@ def launch(
     registers: int | None = None,
     **constants: Any,
 ) -> None:
-    """Run a kernel, with a limit of `registers` for a thread where one is given.
+    """Run a kernel, with a limit of `registers` per thread if one is given.
 
-    The compiler fuses a product and a sum only where the kernel says so: what a backward pass recomputes is
-    then rounded as in the forward pass.
+    The compiler fuses a product and a sum only where the kernel says so, so that a value which the backward
+    pass recomputes is rounded as in the forward pass.
     """
     options = {"num_warps": warps, "enable_fp_fusion": False}
     if registers is not None:

@@ -1,7 +1,7 @@
 """The operators of `schema.py` for norms with a scale and a shift, a gated residual or a gate.
 
-All see tensors as rows, and a scale, a shift or a gate as lines of (groups, kept), each for as many rows that
-follow each other. Launches of each call, and the bytes that memory must move, in sizes S of the input:
+All view tensors as rows, and a scale, a shift or a gate as lines of (groups, kept), each for the same number
+of consecutive rows. Launches of each call, and the bytes that memory must move, in sizes S of the input:
 
     ada forward      one launch, 2 S (4 S with a branch)
     ada backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
@@ -41,7 +41,7 @@ from leannorm.ops.precision import compute_dtype
 
 
 def _lines(v: Tensor | None, x: Tensor) -> Line:
-    """v of (groups, kept), for x's rows. Loads need steps of what divides a row."""
+    """v as lines for x's rows, copied unless its step is a multiple of the width of loads."""
     if v is None:
         return NO_LINE
     if v.dim() != 2 or v.shape[1] != x.shape[1] or x.shape[0] % v.shape[0]:
@@ -59,7 +59,7 @@ def _plan(x: Tensor) -> Plan:
 
 
 def _check(x: Tensor, *others: Tensor | None) -> None:
-    """Raise for what the kernels, which see pointers and integers, would read wrongly."""
+    """Raise for arguments that the kernels, which see pointers and integers, would read wrongly."""
     for other in others:
         if other is not None and not (other.dtype == x.dtype and other.shape == x.shape):
             raise RuntimeError("dy, dtotal, branch and gate must have the dtype and shape of x")
@@ -107,7 +107,7 @@ def row_ada_backward(
 
 @taped
 def row_gate_backward(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the branch and, where it is given, of the gate."""
+    """The gradients of the branch and, if it is given, of the gate."""
     _check(dtotal, branch)
     plan, line = _plan(dtotal), _lines(gate, dtotal)
     groups, rows = grouped(line, plan)
@@ -132,14 +132,14 @@ def row_gate_backward(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tu
 
 
 def _step(t: Tensor) -> int:
-    """From a row to the next; rows are lines of memory."""
+    """The step from one row to the next; each row is contiguous."""
     if t.shape[1] > 1 and t.stride(1) != 1:
         raise RuntimeError(f"rows must be lines of memory, strides are {t.stride()}")
     return t.stride(0) if t.shape[0] > 1 else t.shape[1]
 
 
 def _rows(kept: int, *tensors: Tensor) -> list[Tensor]:
-    """The tensors, copied where a step between rows does not keep loads as wide as the tile is made for."""
+    """The tensors, copied if the step between rows does not allow loads as wide as the tile's."""
     divides = tiles.vector(kept, 1)
     return [t.contiguous() if _step(t) % divides else t for t in tensors]
 
@@ -190,7 +190,7 @@ def row_gated_backward(
     tile, programs, _, _, stages = tiles.gated_backward(kept, x.element_size())
     count = tile.needed(outer, 1)
     programs = min(count, processors(x.device) * programs)
-    # of rows longer than a tile a second kernel sums
+    # for rows longer than a tile a second kernel sums
     at_once = dweight if want_affine and tile.whole else None
     shares = Shares(at_once, None, programs, kept, rstd.dtype)
     steps = _step(dy), _step(x), _step(gate)

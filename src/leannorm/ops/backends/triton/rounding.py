@@ -1,4 +1,4 @@
-"""Rounding a sum to what is stored of it."""
+"""Rounding a sum to the dtype that is stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rounded_for(pointer, value):
-    """The value in the dtype behind the pointer; float64 goes to 16 bits by way of float32, as in torch."""
+    """The value in the pointer's dtype; float64 goes to 16 bits by way of float32, as in torch."""
     if pointer.dtype.element_ty == tl.float64:
         result = value.to(tl.float64)
     else:

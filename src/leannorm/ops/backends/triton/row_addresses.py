@@ -1,9 +1,9 @@
-"""How the per-row kernels see a tensor: as tiles of rows by their values.
+"""How the per-row kernels view a tensor: as tiles of rows by values.
 
 A tensor is (outer, kept, inner) in memory, and every (outer, inner) is a row of `kept` values. A tile is
-`TILE.rows` rows by `TILE.block` of their values (`row_tiles.TileConstants`). With inner = 1 rows are `lines`
-of memory and a tile's rows follow each other; else they lie side by side, and a tile's rows are neighbours
-within one outer index. Either way a warp reads along the axis that is contiguous in memory.
+`TILE.rows` rows by `TILE.block` of their values (`row_tiles.TileConstants`). With inner = 1 rows are `lines`,
+contiguous in memory, and a tile's rows follow each other; otherwise rows are interleaved, and a tile's rows
+are neighbours within one outer index. Either way a warp reads along the axis that is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rows_of(at, rows, kept, inner, TILE: tl.constexpr):
 
 @triton.jit
 def values(k, exists, across, kept, inner, TILE: tl.constexpr):
-    """How far the k-th values of a tile's rows lie from its start (64 bits if wide), and which exist."""
+    """How far the k-th values of a tile's rows are from its start (64 bits if wide), and which exist."""
     along = k[None, :]
     if not TILE.lines:
         along = along.to(tl.int64) * inner if TILE.wide else along * inner
@@ -39,7 +39,7 @@ def values(k, exists, across, kept, inner, TILE: tl.constexpr):
 
 @triton.jit
 def live(valid, row, exists):
-    """Which rows are read: those that exist and, where `valid` is given, are no padding."""
+    """Which rows are read: those that exist and, with `valid`, are not padding."""
     if valid is not None:
         exists &= tl.load(valid + row, exists, 0) != 0
     return exists
@@ -71,7 +71,7 @@ def block_of_row(number, kept, TILE: tl.constexpr):
 
 @triton.jit
 def divided(kept, inner, TILE: tl.constexpr):
-    """The same numbers, written so that the compiler knows what divides the contiguous extent."""
+    """The same numbers, written so that the compiler knows a divisor of the contiguous extent."""
     if TILE.lines:
         kept = kept // TILE.vector * TILE.vector
     else:
@@ -86,7 +86,7 @@ def parameter(p, k, kept, dtype: tl.constexpr):
 
 @triton.jit
 def line(p, each, step, row, exists, k, kept, dtype: tl.constexpr, TILE: tl.constexpr):
-    """`parameter`; or of every row its own line of p, if `each` rows share one: lines begin `step` apart."""
+    """`parameter`, or each row's own line of p, if `each` rows share one: lines begin `step` apart."""
     if each is None:
         value = parameter(p, k, kept, dtype)
     else:

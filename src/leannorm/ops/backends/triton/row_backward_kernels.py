@@ -53,7 +53,7 @@ def _factor(
 
 @triton.jit
 def _put_sum(dweight, offset, d, xhat, inside):
-    """Of a line a row, whose sum is over one row. That of dy would be dy."""
+    """The products for a line per row, whose sum is over one row. That of dy would be dy."""
     tl.store(dweight + offset, rounded_for(dweight, d * xhat), inside)
 
 
@@ -68,17 +68,19 @@ def backward_tile(
     near, mid, dy_far, dy_mid, dy_near, x_far, x_mid, x_near, dx_far, dx_mid, dx_near,
     RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Rows that fit on chip: each program goes through tiles and adds up its share of dweight and dbias.
+    """Rows that fit on chip: each program loops over tiles and adds up its share of dweight and dbias.
 
-    Moves 3 s bytes an element (4 s with dtotal), and writes `kept` values of dweight and dbias for each
-    program, in one launch; `sum_shares` adds those up in a second one where there are several. HOW is a
-    `row_tiles.Backward`. The next tile is loaded while one is computed (`stages`). With `fold` a tile's rows
-    are added up in every iteration, where each thread (or a few neighbours) holds them; else each row of the
-    tile has its own sums until the end. With `halves` two programs share a row, as registers do not hold all
-    of it: both sum over the whole row, of which one half comes from the cache, and each writes half of dx.
+    Moves 3 s bytes per element (4 s with dtotal), and writes `kept` values of dweight and dbias for each
+    program, in one launch; if there are several programs, `sum_shares` adds their values up in a second one.
+    HOW is a `row_tiles.Backward`. The next tile is loaded while one is computed (`stages`). With `fold` a
+    tile's rows are added up in every iteration, if each thread (or a few neighbours) has them in registers;
+    otherwise each row of the tile has its own sums until the end. With `halves` two programs share a row that
+    does not fit into registers: both sum over the whole row, one half of which comes from the cache, and each
+    writes half of dx.
 
-    With `parts`, weight has a line for every `rows` rows, a group, and so have the sums: so many programs go
-    through a group's `tiles`. With `each` (1) it has a line a row; sums are then products, stored at once.
+    With `parts`, weight has a line for every `rows` rows (a group), and so have the sums: that many programs
+    go through a group's `tiles`. With `each` (1) it has a line per row; the sums are then products, which are
+    stored at once.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
@@ -170,9 +172,9 @@ def backward_long(
     dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, rows, kept, inner, each, step,
     RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The input's gradient of rows longer than a tile; and dweight, where it has a line a row.
+    """The input's gradient for rows longer than a tile, and dweight if it has a line per row.
 
-    Moves 3 s bytes an element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
+    Moves 3 s bytes per element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
@@ -216,7 +218,7 @@ def backward_shares(
 ):  # fmt: skip
     """Each program's share of a group's dweight and dbias, for BLOCK values of rows longer than a tile.
 
-    `parts` programs go through the `tiles` of each group of `rows`. Moves 2 s bytes an element,
+    `parts` programs go through the `tiles` of each group of `rows`. Moves 2 s bytes per element,
     in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = mean.dtype.element_ty

@@ -26,7 +26,7 @@ def _input(
     x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept,
     dtype: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """x, or x + gate * residual rounded to x's dtype: what is normalized; zeros outside."""
+    """x, or x + gate * residual rounded to x's dtype, which is then normalized; zeros outside."""
     value = tl.load(x + offset, inside, 0.0, eviction_policy="evict_first")
     if residual is not None:
         other = tl.load(residual + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
@@ -38,7 +38,8 @@ def _input(
 
 @triton.jit
 def beyond_float32(square, exists, CHECKED: tl.constexpr):
-    """Is a row's sum of squares outside of the range where float32 is exact? (0 may be an underflow.)"""
+    """Whether a row's sum of squares is outside of the range where float32 is exact (0 may be an
+    underflow)."""
     if CHECKED:
         within = (square >= 2.0**-80) & (square <= 2.0**100)  # False for NaN, which infinities lead to
         return tl.min((within | ~exists).to(tl.int32), 0) == 0
@@ -48,9 +49,9 @@ def beyond_float32(square, exists, CHECKED: tl.constexpr):
 
 @triton.jit
 def scale_of(largest):
-    """A power of two that brings deviations of this size to where their squares are float32."""
+    """A power of two that scales deviations of this size so that float32 can represent their squares."""
     scale = tl.where(largest > 2.0**40, 2.0**-78, tl.where(largest < 2.0**-40, 2.0**60, 1.0))
-    return scale.to(largest.dtype)  # numbers alone are float32
+    return scale.to(largest.dtype)  # plain numbers are always float32
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def forward_tile(
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
 
-    Moves 2 s bytes an element (4 s with a residual: x, residual, total, y) in one launch.
+    Moves 2 s bytes per element (4 s with a residual: x, residual, total, y) in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
@@ -129,7 +130,7 @@ def forward_tile(
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if beyond_float32(square, there, CHECKED):  # read again: ordinary rows need no registers for it
+    if beyond_float32(square, there, CHECKED):  # read again, so that ordinary rows need no registers for it
         value = _input(
             x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE
         )
@@ -141,7 +142,8 @@ def forward_tile(
         factor = tl.rsqrt(square / kept + EPS)
         if not RMS:
             centred -= rest[:, None]
-    # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
+    # once, after both: with a load in each branch, compilers read the parameters before the branch and run
+    # out of registers
     if valid is not None:
         factor = tl.where(there, factor, 0.0)
     tl.store(rstd + row, factor, exists)
@@ -160,9 +162,9 @@ def forward_long(
 ):  # fmt: skip
     """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
 
-    Moves 2 s bytes an element (4 s with a residual) from and to memory, s (2 s) more from the cache, in one
-    launch. Every lane has its own mean and sum of squares (Welford), of values less the mean of the first
-    block; they are merged once, at the end.
+    Moves 2 s bytes per element (4 s with a residual) from and to memory, s (2 s) more from the cache, in one
+    launch. Every lane has its own mean and sum of squares (Welford), of the values minus the mean of the
+    first block; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
@@ -183,7 +185,7 @@ def forward_long(
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
     lane_square = tl.zeros([ROWS, BLOCK], dtype)
-    seen = tl.full((), 0.0, dtype)  # a number alone is float32
+    seen = tl.full((), 0.0, dtype)  # a plain number is always float32
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, there, across, kept, inner, TILE)

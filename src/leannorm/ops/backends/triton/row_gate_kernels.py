@@ -1,8 +1,8 @@
-"""The kernels of norms with gates: of a residual, whose lines groups of rows share, or of the input's shape.
+"""The kernels of norms with gates: of a residual, with a line per group of rows, or of the input's shape.
 
 Bytes are counted per element of the input, s being the size of its dtype; statistics, lines and weights are
-read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64. Rows are lines of
-memory, of which inputs may have any `step` between them, and outputs follow each other.
+read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64. Each row is
+contiguous; inputs may have any `step` between rows, outputs have none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gate_backward(
     """The gradients of a gated branch and of its gate, for BLOCK values of a row.
 
     `parts` programs go through the `tiles` of each group of `rows`, which share a line of the gate; with EACH
-    every row has a line, whose gradient is written at once. Moves 3 s bytes an element in one launch;
+    every row has a line, whose gradient is written at once. Moves 3 s bytes per element in one launch;
     `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = tl.float64 if dtotal.dtype.element_ty == tl.float64 else tl.float32
@@ -111,9 +111,9 @@ def gated_forward(
     EPS: tl.constexpr, ACT: tl.constexpr, BEFORE: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr,
     WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm with a gate of x's shape: behind it, or (not BEFORE) in front of it.
+    """RMS norm with a gate of x's shape: applied after the norm, or (not BEFORE) before it.
 
-    Moves 3 s bytes an element in one launch; rows longer than a tile (not WHOLE) are read again, from the
+    Moves 3 s bytes per element in one launch; rows longer than a tile (not WHOLE) are read again, from the
     cache.
     """
     dtype: tl.constexpr = rstd.dtype.element_ty
@@ -198,9 +198,9 @@ def gated_backward_tile(
     dy, x, gate, rstd, weight, dx, dgate, dweight, rows, kept, tiles, dy_step, x_step, gate_step,
     ACT: tl.constexpr, BEFORE: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows that fit on chip: each program goes through tiles and adds up its share of dweight.
+    """Rows that fit on chip: each program loops over tiles and adds up its share of dweight.
 
-    Moves 5 s bytes an element in one launch; `sum_shares` adds the shares up.
+    Moves 5 s bytes per element in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = rstd.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
@@ -236,9 +236,9 @@ def gated_backward_long(
     dy, x, gate, rstd, weight, dx, dgate, rows, kept, dy_step, x_step, gate_step,
     ACT: tl.constexpr, BEFORE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of x and gate, of rows longer than a tile.
+    """The gradients of x and gate, for rows longer than a tile.
 
-    Moves 5 s bytes an element from and to memory, 3 s more from the cache, in one launch.
+    Moves 5 s bytes per element from and to memory, 3 s more from the cache, in one launch.
     """
     dtype: tl.constexpr = rstd.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows

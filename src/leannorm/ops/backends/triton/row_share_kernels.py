@@ -1,4 +1,4 @@
-"""Adds up shares of dweight and dbias: of a per-row norm's programs, of a group norm's samples."""
+"""Adds up shares of dweight and dbias, from a per-row norm's programs or a group norm's samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from leannorm.ops.backends.triton.rounding import rounded_for
 
 @triton.jit(do_not_specialize=["count", "kept", "groups"])
 def sum_shares(shares, dweight, dbias, count, kept, groups, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """dweight, and then dbias, as the sums of `count` shares each, always in the same order; of each group.
+    """dweight, and then dbias, of each group as the sums of `count` shares each, always in the same order.
 
     Reads `count` values of the statistics' dtype for each that it writes in the gradient's, in one launch.
     """

@@ -1,8 +1,8 @@
-"""Rows to launches: how the per-row kernels cut a tensor into tiles and programs. Pure integers.
+"""From rows to launches: how the per-row kernels divide a tensor into tiles and programs. Pure integers.
 
-Nothing here depends on the number of rows, so that no batch size compiles a kernel anew. The numbers follow
-from the registers: with 32 values of 4 bytes a thread has room for what is computed from them; 64 with their
-sums are the most that it holds. `tests/kernels/test_triton_compiles.py` checks them.
+Nothing here depends on the number of rows, so that no new batch size compiles a kernel. The numbers follow
+from the registers: with 32 values of 4 bytes a thread has registers left for what is computed from them; 64
+with their sums are the most that fit. `tests/kernels/test_triton_compiles.py` checks them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from leannorm.ops.backends.triton.tiling import power_of_two
 
-_SECTORS = 64  # bytes of neighbouring rows that are read at once, where rows lie side by side
-_REGISTERS = 65536  # of a multiprocessor; all programs of the backward pass must be resident at once
-_LONG = 4096  # values of a tile in a row that is longer than a tile
+_SECTORS = 64  # bytes of neighbouring rows that are read at once, if rows are interleaved
+_REGISTERS = 65536  # per multiprocessor; all programs of the backward pass must be resident at once
+_LONG = 4096  # values in a tile of a row that is longer than a tile
 
 
 class TileConstants(NamedTuple):
-    """What a kernel is compiled for: its tile, rows as lines or side by side, a divisor, 64-bit offsets."""
+    """What a kernel is compiled for: its tile, rows as lines or interleaved, a divisor, 64-bit offsets."""
 
     rows: int
     block: int
@@ -28,9 +28,9 @@ class TileConstants(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """`rows` rows by `block` of their values; `whole` where that is all of them.
+    """`rows` rows by `block` of their values; `whole` if that is all of them.
 
-    `registers` is the limit for a thread; without one the compiler chooses its own, and may spill for it.
+    `registers` is the limit per thread; without one the compiler chooses its own, and may spill.
     """
 
     rows: int
@@ -46,14 +46,14 @@ class Tile(NamedTuple):
         return outer * -(-inner // self.rows)
 
     def constants(self, kept: int, inner: int) -> TileConstants:
-        """For rows of `kept` values, of which `inner` lie side by side."""
+        """For rows of `kept` values, of which `inner` are interleaved."""
         reach = kept * (self.rows if inner == 1 else inner)  # from a tile's start to its end
         wide = reach >= 2**31 - 2**16
         return TileConstants(self.rows, self.block, inner == 1, vector(kept, inner), wide)
 
 
 class Backward(NamedTuple):
-    """The launch of the backward pass: a tile, programs a multiprocessor, and the kernel's constants."""
+    """The launch of the backward pass: a tile, programs per multiprocessor, and the kernel's constants."""
 
     tile: Tile
     programs: int
@@ -62,7 +62,7 @@ class Backward(NamedTuple):
     stages: int = 2
 
     def shared(self, itemsize: int, tensors: int) -> int:
-        """About how many bytes of shared memory it takes: the tiles being loaded, and the reductions."""
+        """About how many bytes of shared memory it needs: the tiles being loaded, and the reductions."""
         values = self.tile.rows * self.tile.block
         loads = tensors * itemsize + (2 * itemsize + 4 if self.halves else 0)
         return (self.stages - 1) * values * loads + 1024
@@ -78,7 +78,7 @@ def vector(kept: int, inner: int) -> int:
 
 
 def _scattered(kept: int, inner: int, itemsize: int) -> bool:
-    """Are loads narrower than 16 bytes? Then they take more addresses and masks."""
+    """Whether loads are narrower than 16 bytes, so that they need more addresses and masks."""
     return vector(kept, inner) * itemsize < 16
 
 
@@ -91,10 +91,10 @@ def along(inner: int, itemsize: int) -> Tile:
 
 
 def forward(kept: int, inner: int, itemsize: int, pressed: bool, lines: bool = False) -> Tile:
-    """A thread holds 32 values (16 where they are wide or scattered), a program has up to 32 warps.
+    """A thread has 32 values (16 if they are wide or scattered), a program up to 32 warps.
 
-    `pressed`: registers hold more than x, a residual or wide parameters. Otherwise two of the largest
-    programs can share a multiprocessor, and a limit of registers makes them. `lines`: of the parameters.
+    `pressed`: registers also contain a residual or wide parameters. Otherwise two of the largest programs can
+    share a multiprocessor, and a limit of registers makes them do so. `lines`: of the parameters.
     """
     block = power_of_two(kept)
     of_lines = lines and (itemsize > 2 or block > 4096)  # measured on an H100, as all numbers for 16 bits
@@ -111,15 +111,15 @@ def forward(kept: int, inner: int, itemsize: int, pressed: bool, lines: bool = F
     return Tile(rows, block, warps, registers=64 if warps == 16 and inner == 1 and not pressed else None)
 
 
-# Bytes of a value and length of a row, of tiles that need so many registers that fewer programs fit.
+# Bytes of a value and length of a row, for tiles that need so many registers that fewer programs fit.
 _CROWDED = {(2, 128): 2, (2, 256): 3, (4, 128): 2, (4, 256): 3}
 
 
 def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
     """None for rows longer than a tile; `tensors` are read, through `shared` bytes of shared memory.
 
-    A thread holds 16 values of each tensor and 16 sums of each of two kinds, or 32 where rows are long; of
-    rows that lie side by side, 16 values and few sums.
+    A thread has 16 values of each tensor and 16 sums of each of two kinds, or 32 if rows are long; if rows
+    are interleaved, 16 values and few sums.
     """
     block = power_of_two(kept)
     a_tile = 1024 if itemsize == 8 else 2048
@@ -158,7 +158,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
         launch = launch._replace(tile=tile, programs=max(launch.programs // 2, 1))
     if launch.shared(itemsize, tensors) > shared:
         return None
-    limit = min(_REGISTERS // (32 * launch.tile.warps * launch.programs) // 8 * 8, 255)  # given out by eights
+    # registers are allocated in units of eight
+    limit = min(_REGISTERS // (32 * launch.tile.warps * launch.programs) // 8 * 8, 255)
     return launch._replace(tile=launch.tile._replace(registers=limit))
 
 
@@ -169,13 +170,13 @@ def shares(inner: int, itemsize: int) -> Tile:
 
 
 def elementwise(kept: int) -> Tile:
-    """For what meets each value alone, and sums over rows."""
+    """For kernels that treat each value alone and sum over rows."""
     block = min(power_of_two(kept), 512)
     return Tile(2048 // block, block, 4, whole=False)
 
 
 def gated(kept: int, itemsize: int) -> Tile:
-    """For a gate of the input's shape, forward: a thread holds 16 values of both, 8 or 4 of wide ones."""
+    """For a gate of the input's shape, forward: a thread has 16 values of both, 8 or 4 if they are wide."""
     a_warp = _gated_by_warp(kept, itemsize)
     block = power_of_two(kept)
     rows = max(a_warp // block, 1)
@@ -185,12 +186,12 @@ def gated(kept: int, itemsize: int) -> Tile:
 
 
 def gated_backward(kept: int, itemsize: int) -> Backward:
-    """The same for its backward pass: of five tensors and the sums."""
+    """The same for its backward pass, with five tensors and the sums."""
     a_warp = _gated_by_warp(kept, itemsize)
     block = power_of_two(kept)
     warps = max(block // a_warp, 4)
     if itemsize == 2 and (block, a_warp) == (8192, 512):
-        warps = 8  # a thread holds 32 values: still half the time of three launches
+        warps = 8  # a thread has 32 values, which still takes half the time of three launches
     if warps > 8:
         return Backward(Tile(1, _LONG // (8 if itemsize == 8 else 4), 4, whole=False), 1, fold=False)
     programs = 8 // warps  # with what the activation and its slope need, a thread takes some 250 registers
@@ -200,7 +201,7 @@ def gated_backward(kept: int, itemsize: int) -> Backward:
 
 
 def _gated_by_warp(kept: int, itemsize: int) -> int:
-    """Values of a warp, of which a thread holds 16; fewer where they or their loads take more registers."""
+    """The values of a warp: 16 per thread, fewer if they or their loads need more registers."""
     if itemsize == 8:
-        return 128  # the slopes of activations take most
+        return 128  # the slopes of activations need most
     return 256 if _scattered(kept, 1, itemsize) else 512

@@ -6,9 +6,8 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
     backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
                  shares of dweight and dbias; for rows longer than a tile three, 5 S (6 S)
 
-Rows that a mask leaves out are not read: each load is switched off there, and zeros are written.
-Rows of a view that are lines of memory, such as the heads of q, k and v, are read where they are
-(`row_views`).
+Rows that a mask leaves out are not read: each load is masked off there, and zeros are written. Contiguous
+rows of a view, such as the heads of q, k and v, are read where they are (`row_views`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from leannorm.ops.precision import compute_dtype, row_gradient_dtype
 
 @cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """Major compute capability, and bytes of shared memory that a program may have."""
+    """The major compute capability, and the bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return 9, 227 << 10
     properties = torch.cuda.get_device_properties(device)
@@ -42,7 +41,7 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 
 def unspilled(tile: tiles.Tile, x: Tensor, registers: int) -> tiles.Tile:
-    """With a limit of registers on Blackwell: without one the compiler chooses 64 there, and spills."""
+    """A limit of registers for Blackwell: without one the compiler chooses 64 there, and spills."""
     free = tile.whole and tile.warps <= 8 and tile.registers is None
     return tile._replace(registers=registers) if free and _device(x.device)[0] >= 10 else tile
 
@@ -67,7 +66,8 @@ def run(
 
 
 def _dense(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
-    """x if the kernels can address its rows, else a contiguous copy; and its plan in the order of memory."""
+    """x if the kernels can address its rows, otherwise a contiguous copy; and its plan in the order of
+    memory."""
     plan = dense_rows(x, start, stop)
     return (x, plan) if plan is not None else (x.contiguous(), row_plan(x.shape, start, stop))
 
@@ -80,7 +80,7 @@ def _like(x: Tensor, other: MaybeTensor) -> MaybeTensor:
 
 
 def _in_layout_of(x: Tensor, result: Tensor, dense: Tensor) -> Tensor:
-    """The result in x's layout, where the kernel read a `dense` copy of x."""
+    """The result in x's layout, if the kernel read a `dense` copy of x."""
     return result if x is dense else torch.empty_like(x).copy_(result)
 
 
@@ -214,8 +214,8 @@ def row_backward(
 
 
 class BackwardCall(NamedTuple):
-    """Tensors to read, tensors to write, and how. Where weight has lines, dweight and dbias have a sum for
-    each; dbias is None where every row has a line of its own, as its sum would be dy."""
+    """Tensors to read, tensors to write, and how. If weight has lines, dweight and dbias have one sum per
+    line; dbias is None if every row has its own line, as its sum would be dy."""
 
     dy: Tensor
     dtotal: Tensor | None
@@ -244,7 +244,7 @@ def run_backward(call: BackwardCall, view: View = NO_VIEW) -> None:
 
 
 def grouped(weight: Line, plan: Plan) -> tuple[int, int]:
-    """Groups of rows that share a line and follow each other, and the rows of each."""
+    """Groups of consecutive rows that share a line, and the number of rows of each."""
     if weight.each is None or weight.each == 1:
         return 1, plan.outer
     return plan.outer // weight.each, weight.each
@@ -280,7 +280,7 @@ def _backward_long(call: BackwardCall) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
     if valid is not None:
-        tile = tile._replace(registers=255)  # of rows side by side each value has its own predicate
+        tile = tile._replace(registers=255)  # if rows are interleaved, each value has its own predicate
     at_once = dweight if weight.each == 1 else None
     arguments = (dy, dtotal, x, mean, rstd, valid, weight.values, dx, at_once, *plan, *weight[1:])
     kernel = row_backward_kernels.backward_long

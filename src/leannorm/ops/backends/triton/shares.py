@@ -1,4 +1,4 @@
-"""Shares of dweight and dbias, of programs or of samples, and the launch that adds them up."""
+"""Shares of dweight and dbias, from programs or samples, and the launch that adds them up."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.row_share_kernels import sum_shares
 from leannorm.ops.backends.triton.tape import empty
 
-# what a program of `sum_shares` reads at a time: so many shares, of so many columns
+# what a program of `sum_shares` reads at a time: this many shares, of this many columns
 _MANY, _FEW = {"COUNT": 256, "BLOCK": 16}, {"COUNT": 16, "BLOCK": 256}
 
 
 class Shares:
-    """The `count` shares in dweight and dbias, of this dtype, until `add_up`; one is the gradient itself.
+    """Space for `count` shares of dweight and dbias in this dtype, until `add_up`; a single share is the
+    gradient itself.
 
-    With `groups` so many of each, for every group's.
+    With `groups`, that many shares for each group.
     """
 
     def __init__(

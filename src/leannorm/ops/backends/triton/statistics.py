@@ -1,6 +1,6 @@
 """The steps on per-channel statistics between two kernels, on a GPU: one launch each.
 
-Plain torch (`ops/running.py`, `ops/sums.py`) takes six launches to update running statistics (thirteen where
+Plain torch (`ops/running.py`, `ops/sums.py`) takes six launches to update running statistics (thirteen if
 ranks share them), four for evaluation's constants, ten for the sums that ranks add up, nine for the message
 that carries them, twenty for the moments from those sums and four for the means of the backward pass.
 """
@@ -54,7 +54,7 @@ def move_running_(
     if not running_mean.numel() == running_var.numel() == mean.numel() == m2.numel():
         raise RuntimeError("statistics must have one value a channel")
     high = low = None
-    if momentum is not None:  # a kernel takes a number as float32: pass it as the sum of two
+    if momentum is not None:  # a kernel takes a plain number as float32, so it is passed as the sum of two
         high = c_float(momentum).value
         low = momentum - high
     buffers = (running_mean, running_var, num_batches, high, low, mean, m2, count, total_count)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _moved(start, end, weight):
-    """torch.lerp, from whichever end is nearer."""
+    """torch.lerp, from the nearer end."""
     return tl.where(
         tl.abs(weight) < 0.5, tl.fma(weight, end - start, start), tl.fma(weight - 1, end - start, end)
     )
@@ -16,7 +16,7 @@ def _moved(start, end, weight):
 
 @triton.jit
 def _end(start, value, weight):
-    """Where a running statistic moves to, in float32 (in float64 if it is float64), in its dtype."""
+    """The new value of a running statistic, computed in float32 (float64 if it is float64), in its dtype."""
     dtype: tl.constexpr = tl.float64 if start.dtype == tl.float64 else tl.float32
     one = tl.zeros(start.shape, dtype)
     return _moved(start.to(dtype), value.to(dtype), one + weight.to(dtype)).to(start.dtype)
@@ -24,7 +24,7 @@ def _end(start, value, weight):
 
 @triton.jit
 def _spoils(start, value, weight):
-    """Is the batch's value not finite, or would the statistic no longer be?"""
+    """Whether the batch's value is not finite, or the statistic would no longer be."""
     inf: tl.constexpr = float("inf")
     end = _end(start, value, weight).to(tl.float64)
     lost = (tl.abs(start.to(tl.float64)) < inf) & ~(tl.abs(end) < inf)
@@ -36,8 +36,8 @@ def move_running_kernel(
     running_mean, running_var, batches, momentum, momentum_rest, mean, m2, count, total_count,
     mean_stride, var_stride, C, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All statistics move, or none. One program, since it increments the counter `batches` that may give the
-    weight. 32 bytes a channel, 24 of them twice, the second time from the cache."""
+    """All statistics are updated, or none. In one program, since it increments the counter `batches` that may
+    give the weight. 32 bytes per channel, 24 of them twice, the second time from the cache."""
     if total_count is None:
         values = count.to(tl.float64)
     else:
@@ -56,7 +56,7 @@ def move_running_kernel(
         spoiled |= _spoils(tl.load(running_mean + c * mean_stride, mask=inside, other=0.0), value, weight)
         variance = tl.load(m2 + c, mask=inside, other=0.0) / degrees
         spoiled |= _spoils(tl.load(running_var + c * var_stride, mask=inside, other=0.0), variance, weight)
-    moves = (tl.max(spoiled, 0) == 0) & (values > 0)  # an empty batch moves nothing, the counter included
+    moves = (tl.max(spoiled, 0) == 0) & (values > 0)  # an empty batch updates nothing, not even the counter
     if moves:
         for c0 in range(0, C, BLOCK):
             c = (c0 + tl.arange(0, BLOCK)).to(tl.int64)
@@ -77,7 +77,7 @@ def move_running_kernel(
 def constants_kernel(
     running_mean, running_var, mean, rstd, mean_stride, var_stride, C, EPS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mean and rstd of evaluation in float64, of running statistics of any dtype."""
+    """Mean and rstd of evaluation in float64, from running statistics of any dtype."""
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     value = tl.load(running_mean + c * mean_stride, mask=inside, other=0.0).to(tl.float64)
@@ -96,7 +96,7 @@ def _leading_bits(v):
 
 @triton.jit
 def _if_finite(lead, rest):
-    """The rest to add to the leading bits: 0 where these are infinite or NaN."""
+    """The rest to add to the leading bits: 0 if these are infinite or NaN."""
     return tl.where(tl.abs(lead) < float("inf"), rest, 0.0)
 
 
@@ -151,7 +151,7 @@ def moments_kernel(total, mean, m2, rstd, count, C, EPS: tl.constexpr, BLOCK: tl
     square_rest = tl.load(sums + 3 * C, mask=inside, other=0.0)
     lead = _leading_bits((n_lead + n_rest) / n)
     n_merged = n * lead
-    n_left = (n_lead - n_merged) + n_rest  # small, as the leading part is subtracted first
+    n_left = (n_lead - n_merged) + n_rest  # small, because the leading part is subtracted first
     left = n_left / n
     square = square_rest + ((square_lead - n_merged * lead) - n_left * (left + 2 * lead))
     square = tl.where(square < 0, 0.0, square)  # NaN stays

@@ -1,9 +1,9 @@
-"""What an operator does for tensors of one kind, noted once and repeated: new tensors, launches, results.
+"""What an operator does for tensors of one kind, recorded once and repeated: new tensors, launches, results.
 
-An operator decides by shapes, strides, dtypes, devices and settings alone; it never sees a value. So where
-all of these are equal it makes the same tensors and the same launches, and a later call repeats them without
-plans, checks and Triton's search for the compiled kernel, which are most of a small call's time. What a tape
-cannot say, a copy into another layout or a tensor that is given twice, is done anew by every call.
+An operator decides by shapes, strides, dtypes, devices and settings alone; it never reads a value. So if all
+of these are equal it makes the same tensors and launches, and a later call repeats them without plans, checks
+and Triton's look-up of the compiled kernel, which take most of a small call's time. What a tape cannot record
+(a copy into another layout, a tensor that is given twice) every call does again.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 from leannorm.ops.backends.triton import launch as launch_module
 from leannorm.ops.backends.triton.launch import Launch, Places, listening
 
-_MOST = 4096  # tapes of an operator: shapes may be new in every call
+_MOST = 4096  # tapes per operator: every call may have new shapes
 _PLAIN = (Tensor, torch.nn.Parameter)
-_PASSED = (*_PLAIN, type(None), bool, int, float, str)  # to C++; no numpy.float32
-_NOTHING = -1  # the number of a result that is None
+_PASSED = (*_PLAIN, type(None), bool, int, float, str)  # types that C++ takes; no numpy.float32
+_NOTHING = -1  # the number that stands for a result of None
 _new = torch.empty_like
 _all: list[dict[Hashable, _Tape | None]] = []
-_nodes: Any = None  # in C++, which repeat calls of these operators too
+_nodes: Any = None  # the tables in C++, which repeats calls of these operators too
 _of_nodes: frozenset[str] = frozenset()
 
 
 def hand_over(nodes: Any, operators: Sequence[str]) -> None:
-    """Let the autograd nodes in C++ know what is noted of these operators, from now on."""
+    """From now on, also give the tapes of these operators to the autograd nodes in C++."""
     global _nodes, _of_nodes
     nodes.set_launches(launch_module)
     _nodes, _of_nodes = nodes, frozenset(operators)
 
 
 class _Recorder:
-    """One call, as it is noted: its arguments, and then the tensors that it makes, have numbers."""
+    """One call while it is recorded: its arguments, and then the tensors that it makes, have numbers."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self.slots, self.first_made = list(arguments), len(arguments)
@@ -45,7 +45,7 @@ class _Recorder:
         self.sayable = True
 
     def place(self, t: Tensor) -> tuple[int, int] | None:
-        """A tensor's number, and for a part of one that was made its distance from the beginning."""
+        """A tensor's number, and for a part of a new tensor the offset from its beginning."""
         for number, slot in enumerate(self.slots):
             if slot is t:
                 return number, 0
@@ -69,7 +69,7 @@ class _Recorder:
         self.launches.append((launch, places))
 
     def tape(self, result: Any) -> _Tape | None:
-        """None where the call did something else than making tensors and launching kernels."""
+        """None if the call did anything else than make tensors and launch kernels."""
         results = result if isinstance(result, tuple) else () if result is None else (result,)
         places = [(_NOTHING, 0) if r is None else self.place(r) for r in results]
         numbers = [place[0] for place in places if place is not None and place[1] == 0]
@@ -79,7 +79,7 @@ class _Recorder:
 
 
 class _Tape:
-    """The steps of a call; tensors go by their numbers."""
+    """The steps of a call; tensors are given by their numbers."""
 
     __slots__ = ("launches", "made", "results", "single")
 
@@ -100,14 +100,14 @@ class _Tape:
             launch(slots, places)
         if self.single:
             return slots[self.results[0]]
-        slots.append(None)  # the last, and so the number of what is nothing
+        slots.append(None)  # the last number, which therefore stands for None
         return tuple([slots[number] for number in self.results]) or None
 
 
 def _pattern(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without memory: `empty_like` of it takes half the time of `empty`, and makes the same.
+    """A tensor without memory: `empty_like` of it takes half the time of `empty`, and returns the same.
 
-    Where a CUDA graph's pool serves this call, memory that outlives it would be taken for a leak, and raise.
+    Inside a CUDA graph's pool, memory that outlives the call would count as a leak and raise.
     """
     made = torch.empty((), dtype=dtype, device=device).expand(shape)
     made.untyped_storage().resize_(0)
@@ -137,7 +137,7 @@ def empty_like(t: Tensor) -> Tensor:
 
 
 def forget() -> None:
-    """Note everything anew: for who changes how operators cut tensors into programs."""
+    """Forget all tapes, for code that changes how operators divide tensors into programs."""
     for tapes in _all:
         tapes.clear()
     if _nodes is not None:
@@ -145,7 +145,7 @@ def forget() -> None:
 
 
 def _kind(arguments: tuple[Any, ...]) -> Hashable | None:
-    """All that an operator decides by; None where a tensor is not just its memory."""
+    """Everything that an operator decides by; None if a tensor is more than its memory."""
     kind: list[Any] = []
     for a in arguments:
         if type(a) in _PLAIN and not a.is_neg():
@@ -158,7 +158,7 @@ def _kind(arguments: tuple[Any, ...]) -> Hashable | None:
 
 
 class taped:  # noqa: N801  (a decorator)
-    """An operator, which repeats a call that it has seen. It takes tensors, None, numbers and strings."""
+    """An operator that repeats a call which it has seen. It takes tensors, None, numbers and strings."""
 
     def __init__(self, operator: Callable[..., Any]) -> None:
         self.operator = operator
@@ -173,7 +173,8 @@ class taped:  # noqa: N801  (a decorator)
         return self.operator(*[torch.resolve_neg(a) if isinstance(a, Tensor) else a for a in arguments])
 
     def call(self, arguments: tuple[Any, ...], otherwise: Callable[..., Any]) -> Any:
-        """`otherwise` serves what a tape cannot say: subclasses, and views that the dispatcher negates."""
+        """`otherwise` handles what a tape cannot record: subclasses, and views that the dispatcher
+        negates."""
         if listening.recorder is not None:  # a part of another operator
             return self.operator(*arguments)
         kind = _kind(arguments)
@@ -183,13 +184,14 @@ class taped:  # noqa: N801  (a decorator)
         return self._note(kind, arguments) if tape is None else tape(arguments)
 
     def again(self, arguments: tuple[Any, ...]) -> Any:
-        """As a call before with arguments of the same kinds; None where none was, or none can be repeated."""
+        """Repeat a recorded call with arguments of the same kinds; None if there is none, or it cannot be
+        repeated."""
         tape = self.tapes.get(_kind(arguments))
         return None if tape is None else tape(arguments)
 
     def _note(self, kind: Hashable, arguments: tuple[Any, ...]) -> Any:
         tensors = [a for a in arguments if isinstance(a, Tensor)]
-        given_twice = len(set(map(id, tensors))) < len(tensors)  # it would have two numbers
+        given_twice = len(set(map(id, tensors))) < len(tensors)  # a tensor given twice would have two numbers
         if kind in self.tapes or given_twice:
             return self.operator(*arguments)
         recorder = listening.recorder = _Recorder(arguments)

@@ -1,15 +1,15 @@
-"""How the per-channel kernels see a tensor of either layout: as tiles of channels by values.
+"""How the per-channel kernels view a tensor of either layout: as tiles of channels by values.
 
-A *segment* is what shares its statistics: the whole batch, every so many samples of it, or one sample for
-group and instance norm. The
-values of a segment's channel are cut into tiles of BE, taken for BC neighbouring channels at a time:
+A *segment* is what shares its statistics: the whole batch, a group of its samples, or one sample for group
+and instance norm. The values of a segment's channel are divided into tiles of BE, for BC neighbouring
+channels at a time:
 
-    COLUMNS (channels last, or one value a channel): a tile is BE rows of memory, BC wide
+    COLUMNS (channels last, or one value per channel): a tile is BE rows of memory, BC wide
     otherwise (contiguous): it is a piece of one sample's planes, BC of them, BE long
 
 `[BC, BE]` is every tile's shape; Triton reads along the contiguous axis. V divides that axis' extent and the
-offset where every tile begins. `n // V * V` tells the compiler so: it then loads 16 bytes at once, if V
-values are as many.
+offset where every tile begins. `n // V * V` shows that to the compiler, which then loads 16 bytes at once, if
+V values are that many.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def tile(
     t, segment, c0, c_end, C, inner, samples,
     COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Where tile `t` of the channels c0 .. c_end-1 begins, its elements from there, and which exist.
+    """Where tile `t` of the channels c0 .. c_end-1 begins, the offsets of its elements, and which exist.
 
-    The beginning is a 64-bit number and the elements are 32-bit ones, unless a tile is WIDE.
+    The beginning is a 64-bit number and the offsets are 32-bit ones, unless a tile is WIDE.
     """
     c = tl.arange(0, BC)[:, None]
     e = tl.arange(0, BE)[None, :]
@@ -81,9 +81,9 @@ def tile(
 def valid_positions(
     mask, t, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    """Where `mask` (samples, inner) says that tile `t` has data, `[1, BE]`: the same for all channels."""
+    """Where `mask` (samples, inner) marks data in tile `t`, `[1, BE]`: the same for all channels."""
     if COLUMNS:
-        e = tl.arange(0, BE)  # a row gets its second axis when it is loaded: no thread loads it twice
+        e = tl.arange(0, BE)  # a row gets its second axis when it is loaded, so that no thread loads it twice
         rows = samples.to(tl.int64) * inner
         start = segment * rows + t * BE
         left = tl.minimum(rows - t * BE, BE).to(tl.int32)
@@ -105,8 +105,8 @@ def data_of(
 ):  # fmt: skip
     """Which of a tile's elements to load, which of these are data, and which positions are valid, `[1, BE]`.
 
-    Without a mask all that exist. Neighbours that are loaded at once are loaded if one of them is data: what
-    is loaded beside data must be replaced by who loads it.
+    Without a mask all that exist. Neighbours that are loaded at once are all loaded if one of them is data;
+    the caller must replace those that are not.
     """
     if mask is None:
         loaded = inside
@@ -143,7 +143,8 @@ def number_of(valid):
 def first_with_data(
     mask, t0, t1, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    """The first of the tiles t0 .. t1-1 that has data (the last, if none has), and how many positions."""
+    """The first of the tiles t0 .. t1-1 that has data (the last, if none has), and the number of valid
+    positions."""
     t = t0
     found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE))
     while (found == 0) & (t + 1 < t1):
@@ -189,7 +190,7 @@ def read(pointer, start, offsets, inside, DOUBLE: tl.constexpr):
 
 @triton.jit
 def per_channel(pointer, c, exists, otherwise: tl.constexpr, DOUBLE: tl.constexpr):
-    """A value of every channel as a column `[BC, 1]`; `otherwise` where there is no such parameter."""
+    """A value per channel as a column `[BC, 1]`; `otherwise` if there is no such parameter."""
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     if pointer is None:
         value = tl.full(c.shape, otherwise, dtype)
@@ -219,7 +220,7 @@ def block_of_channels(segment, c0, C, G, BC: tl.constexpr):
 
 @triton.jit
 def constants(mean, rstd, weight, bias, c, exists, place, DOUBLE: tl.constexpr):
-    """What every channel of a block is normalized by: mean (in two), rstd, weight and bias."""
+    """What normalizes every channel of a block: mean (in two parts), rstd, weight and bias."""
     high, low = in_two(tl.load(mean + place, mask=exists, other=0.0).to(tl.float64), DOUBLE)
     scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
     w = per_channel(weight, c, exists, 1.0, DOUBLE)
@@ -240,7 +241,7 @@ def before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUB
 def gradient_before_activation(
     dy, xhat, weight, bias, residual, out, start, offsets, inside, ACT: tl.constexpr, DOUBLE: tl.constexpr
 ):
-    """dz: dy times the derivative, from the output where that is given, else from the recomputed z."""
+    """dz: dy times the derivative, from the output if it is given, otherwise from the recomputed z."""
     dz = read(dy, start, offsets, inside, DOUBLE)
     if ACT != "identity":
         if out is not None:

@@ -1,4 +1,5 @@
-"""Shapes to launches: how the per-channel kernels cut a tensor into tiles and programs. Pure integers.
+"""From shapes to launches: how the per-channel kernels divide a tensor into tiles and programs. Pure
+integers.
 
 Kernels are compiled for channels, positions and dtype (block shapes, the divisor V), never for the number of
 samples: that decides how many programs there are, and whether they run in one launch or in three.
@@ -11,28 +12,28 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
-_LINE = 128  # bytes of a cache line: as many neighbouring channels are read, in channels_last
+_LINE = 128  # bytes of a cache line: that many neighbouring channels are read, in channels_last
 _LOAD = 16  # bytes that a thread reads at once
-_PLANES = 4  # (sample, channel) planes that a thread holds values of
-_SET_WARPS = 8  # of programs that read a whole set, which are few
+_PLANES = 4  # (sample, channel) planes that a thread has values of
+_SET_WARPS = 8  # for programs that read a whole set, which are few
 _FEW_TILES = 8  # tiles that one program reads twice in less time than two more launches take
-_FEW_NARROW = 2  # where it reads less than half of each cache line (channels_last, small groups)
+_FEW_NARROW = 2  # if it reads less than half of each cache line (channels_last, small groups)
 _CACHE = 24 << 20  # bytes of the L2 cache for values that are read a second time
-_MERGED = 1024  # partial results that a program of the merging kernels holds at a time
-# limits of registers for a thread, so that so many programs are resident; without one the compiler chooses
-# its own, and may spill for it. Of programs that read a whole set, two (SET), or one (PRESSED) where they
-# hold more than two tensors of a group, or load values one by one
+_MERGED = 1024  # partial results that a program of the merging kernels has at a time
+# limits of registers per thread, so that this many programs are resident; without one the compiler chooses
+# its own, and may spill. For programs that read a whole set, two (SET), or one (PRESSED) if they have more
+# than two tensors of a group, or load values one by one
 SET_REGISTERS, PRESSED_REGISTERS = 65536 // (32 * _SET_WARPS * 2), 255
 
 
 class Choice(NamedTuple):
-    """What a device may want otherwise than another: `benchmarks.gpu --tune` measures it (`tuned.py`).
+    """Choices that differ between devices; `benchmarks.gpu --tune` measures them (`tuned.py`).
 
     `in_flight`: bytes of each tensor that a thread loads before it uses them. `warps`: of small programs,
-    many of which are resident at once. Programs for each multiprocessor: of kernels that write partial
-    results (moments, sums), as many as are resident at once by their registers, since a remainder would run
-    alone; of the others, many. Stages: how many tiles are on their way, of which all but one wait in shared
-    memory; `sets_stages` of programs that read a whole set.
+    many of which are resident at once. Programs per multiprocessor: for kernels that write partial results
+    (moments, sums), as many as their registers allow at once, since a remainder would run alone; for the
+    others, many. Stages: how many tiles are being loaded, of which all but one wait in shared memory;
+    `sets_stages` for programs that read a whole set.
     """
 
     in_flight: int = 32
@@ -46,7 +47,7 @@ class Choice(NamedTuple):
     sets_stages: int = 1
 
     def registers(self, programs: int) -> int:
-        """A thread's, where so many programs are to be resident."""
+        """The limit per thread, if that many programs are to be resident."""
         return min(65536 // (32 * self.warps * programs) // 8 * 8, 255)
 
 
@@ -69,7 +70,7 @@ class Geometry(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Do several channels share their statistics?"""
+        """Whether several channels share their statistics."""
         return self.groups != self.channels
 
 
@@ -105,7 +106,7 @@ class Tiling(NamedTuple):
 
 
 def geometry(shape: Sequence[int], groups: int, contiguous: bool) -> Geometry:
-    """`groups=0`: statistics of the batch; -B: of every B samples; else of each group of each sample."""
+    """`groups=0`: statistics of the batch; -B: of every B samples; otherwise of each group of each sample."""
     n, c, inner = shape[0], shape[1], prod(shape[2:])
     columns = inner == 1 or not contiguous
     if groups <= 0:
@@ -115,7 +116,7 @@ def geometry(shape: Sequence[int], groups: int, contiguous: bool) -> Geometry:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest one that is not below n."""
+    """The smallest one that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -132,16 +133,16 @@ def tiling(
     warps = _SET_WARPS if whole_set else choice.warps
     columns = geometry.columns
     scattered = (geometry.channels if columns else geometry.inner) * itemsize % _LOAD
-    # smaller loads take more addresses and masks
+    # smaller loads need more addresses and masks
     in_flight = choice.in_flight // 2 if scattered else choice.in_flight
     values = in_flight // itemsize * 32 * warps
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
-    narrow = whole_set and not geometry.grouped  # few channels for each program: more programs
+    narrow = whole_set and not geometry.grouped  # few channels per program make more programs
     if columns:
         width = (_LOAD if narrow else _LINE) // itemsize
         channels = min(_least_padding(together, (width, max(width // 2, 1))), power_of_two(together))
         elements = values // channels
-        if geometry.samples == 1:  # of several, the number must not decide what is compiled
+        if geometry.samples == 1:  # if there are several, their number must not decide what is compiled
             elements = min(elements, power_of_two(geometry.inner))
         wide = elements * geometry.channels > 2**31 - 1
         contiguous = gcd(together, channels)  # every block begins at a multiple of V
@@ -150,7 +151,7 @@ def tiling(
         longest = min(values, power_of_two(contiguous))
         shorter = [longest >> i for i in range(4) if longest >> i >= 64]
         elements = _least_padding(contiguous, shorter) if shorter and not narrow else longest
-        # a thread also holds the constants of each plane that it has values of
+        # a thread also has the constants of each plane that it has values of
         of_load = min(gcd(contiguous, 16), _LOAD // itemsize)
         planes = 32 * warps * in_flight // choice.in_flight * of_load // elements
         channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
@@ -163,7 +164,8 @@ def tiling(
 
 
 def one_launch(geometry: Geometry, tiling: Tiling, itemsize: int, processors: int) -> bool:
-    """Should one program read all of its set, twice? Few tiles, or many sets that fit the L2 cache."""
+    """Whether one program should read all of its set, twice: few tiles, or many sets that fit the L2
+    cache."""
     tiles = tiling.tiles(geometry)
     if geometry.grouped:
         tiles *= -(-geometry.channels // geometry.groups // tiling.block_channels)
@@ -184,7 +186,7 @@ class Parts(NamedTuple):
 
 
 def parts(geometry: Geometry, tiling: Tiling, programs: int) -> Parts:
-    """The parts that make about so many programs in all."""
+    """The parts that make about this many programs in all."""
     tiles = tiling.tiles(geometry)
     wanted = max(programs // (geometry.segments * tiling.blocks(geometry)), 1)
     each = -(-tiles // min(wanted, tiles))
@@ -192,7 +194,7 @@ def parts(geometry: Geometry, tiling: Tiling, programs: int) -> Parts:
 
 
 class Merging(NamedTuple):
-    """A kernel that merges partial results holds BP parts of BK channels at a time."""
+    """A kernel that merges partial results has BP parts of BK channels at a time."""
 
     block_parts: int
     block_channels: int

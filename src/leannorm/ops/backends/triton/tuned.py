@@ -1,8 +1,8 @@
-"""What was measured on this device, in place of `tiling.DEFAULT`: a file that `benchmarks.gpu --tune` writes.
+"""Choices measured on this device, instead of `tiling.DEFAULT`: a file that `benchmarks.gpu --tune` writes.
 
 It is the JSON file that LEANNORM_TUNED names (none, if that is empty), else `leannorm/tuned.json` in the
 user's cache folder: an object of device names, each with the Triton that it was measured with, the
-multiprocessors of the device and the numbers of a `Choice`. What is not understood, or was measured
+multiprocessors of the device and the numbers of a `Choice`. An entry that cannot be read, or was measured
 elsewhere, is not used.
 """
 
@@ -32,7 +32,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "mapping_stages": (1, 2, 3, 4),
     "sets_stages": (1, 2, 3, 4),
 }
-_RESIDENT = 64  # warps of a multiprocessor, of which fewer fit where each has 32 registers a thread
+_RESIDENT = 64  # warps per multiprocessor, of which fewer fit if each has 32 registers per thread
 
 
 class RefusedError(ValueError):
@@ -40,7 +40,7 @@ class RefusedError(ValueError):
 
 
 def path() -> Path | None:
-    """Where the file is, or would be; None where there shall be none."""
+    """Where the file is, or would be; None if there is to be none."""
     return cached("LEANNORM_TUNED", "tuned.json")
 
 
@@ -52,7 +52,7 @@ def triton_version() -> str:
 
 
 def read(entry: Any, processors: int) -> Choice:
-    """The entry of a device of so many multiprocessors; `RefusedError` where it is not one."""
+    """The entry of a device with this many multiprocessors; `RefusedError` if it is not valid."""
     if not isinstance(entry, dict) or set(entry) != {"triton", "multiprocessors", *Choice._fields}:
         fields = ", ".join(("triton", "multiprocessors", *Choice._fields))
         raise RefusedError(f"an entry is an object of {fields}, got {entry!r}")
