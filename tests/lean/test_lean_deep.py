@@ -80,6 +80,7 @@ def test_many_steps_in_a_row(f, setting, with_and_without_nodes):
     assert process_time() - start < 30
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("f", [decay, scan])
 def test_so_many_steps_are_rebuilt_at_once_and_no_more(f, monkeypatch, with_and_without_nodes):
     depths = []

@@ -28,6 +28,8 @@ from leannorm.saving import (
 from leannorm.saving import values as saved_values
 
 aten = torch.ops.aten
+
+pytestmark = pytest.mark.usefixtures("searched")  # as on a device
 _LOOKS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item, aten.nonzero, aten.masked_select}
 
 

@@ -42,7 +42,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.1}], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.filterwarnings("ignore:leannorm. budget=")
+@pytest.mark.filterwarnings("ignore:leannorm. budget=", "ignore:leannorm. more is kept than the plan")
 def test_an_edit_without_gradients_is_stocks_or_told(program, setting):
     conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
     weights = [*conv.parameters(), *norm.parameters()]
@@ -178,6 +178,7 @@ NODES_ALONE = pytest.mark.skipif(NODES is None, reason="the C++ nodes see which 
 
 
 @NODES_ALONE
+@pytest.mark.usefixtures("searched")
 def test_operators_tell_whether_they_work_in_place(monkeypatch):
     monkeypatch.setattr(Edits, "wanted", True)
     p, buffer = torch.randn(8, requires_grad=True), torch.zeros(8)
@@ -204,6 +205,7 @@ def test_operators_tell_whether_they_work_in_place(monkeypatch):
 
 
 @NODES_ALONE
+@pytest.mark.usefixtures("searched")
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
 def test_a_pass_watches_once_it_had_to_ask(monkeypatch):
     monkeypatch.setattr(Edits, "wanted", False)
@@ -229,6 +231,7 @@ def test_a_pass_watches_once_it_had_to_ask(monkeypatch):
 
 
 @NODES_ALONE
+@pytest.mark.usefixtures("searched")
 def test_nothing_watches_behind_an_error(monkeypatch):
     monkeypatch.setattr(Edits, "wanted", True)
     p = torch.randn(8, requires_grad=True)
@@ -267,6 +270,7 @@ def test_an_edit_that_stands_in_for_a_sum_in_place(recompute, part, with_and_wit
 
 
 @NODES_ALONE
+@pytest.mark.usefixtures("searched")
 def test_where_operators_are_not_shown_nothing_is_known(monkeypatch):
     monkeypatch.setattr(Edits, "wanted", True)
     p = torch.randn(8, requires_grad=True)

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.architectures import import_torchvision
 from leannorm import freeze, lean
 from leannorm.saving import small
+from leannorm.saving.recorded import serves
 
 TOKENS, WIDTH, RANK = 128, 64, 8
 ROWS = TOKENS * WIDTH * 2  # bytes of a tensor of bfloat16
@@ -95,8 +96,9 @@ def test_a_budget_reaches_what_adapters_read():
     for _ in range(2):
         saved = lean(budget=0.25)
         assert_stock(lambda: model(x * 1).square().mean(), trained(model), saved)
-        assert not saved.reasons
-    assert held(saved, "AddBackward0") < 3 * 2 * 4 * TOKENS * 256 * 2
+        assert not [reason for reason in saved.reasons if "lowers no peak" not in reason]
+    sums = held(saved, "aten::add" if serves() else "AddBackward0")
+    assert sums < 3 * 2 * 4 * TOKENS * 256 * 2
     assert saved.kept_bytes <= 0.26 * (saved.kept_bytes + saved.rebuilt_bytes)
 
 
@@ -124,9 +126,12 @@ def test_products_with_a_frozen_bias_are_rebuilt(name, weight):
     stock = [x, *trained(layer)]
     assert_stock(run, stock, saved)
     if weight == "frozen weight" or name == "linear":
-        kind = "AddmmBackward0" if name == "linear" else "ConvolutionBackward0"
-        assert held(saved, kind) == 0
-        assert any(r.node in (kind, "SqueezeBackward1", "ViewBackward0") and r.rebuilt for r in saved.records)
+        kinds = {"linear": ("AddmmBackward0", "aten::addmm")}.get(
+            name, ("ConvolutionBackward0", "aten::convolution")
+        )
+        assert not any(held(saved, kind) for kind in kinds)
+        views = "SqueezeBackward1", "ViewBackward0"
+        assert any(r.node in (*kinds, *views) and r.rebuilt for r in saved.records)
 
 
 def test_a_frozen_bias_may_be_edited_before_the_backward_pass():

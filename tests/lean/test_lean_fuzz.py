@@ -1,6 +1,7 @@
 """300 random programs see the same under `lean()` as under stock autograd; `make fuzz` runs 100,000.
 
 Before that, the fuzzer itself: it finds a planted error of one bit, and knows what it must not make.
+Programs of `lean()` are judged on the search here, and where operators are recorded in test_lean_recorded.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from programs.told_apart import SAME, UNSEEN
 PROGRAMS, PARTS = 300, 4
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_programs(part):
     size = PROGRAMS // PARTS
@@ -41,6 +43,7 @@ def test_operators_of_torchs_own_tests():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("name", KNOWN)
 def test_programs_that_were_wrong(name):
     assert judge(parse(KNOWN[name])).kind in ("same", *FAIRLY_REFUSED.get(name, ()))
@@ -76,6 +79,7 @@ def test_what_the_programs_are_made_of():
     assert ended > 0.75 * steps
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_planted_error_of_one_bit_is_found_and_made_short(monkeypatch):
     """One bit of one element of norms that a backward pass rebuilds is off; trials see nothing of it."""
     with monkeypatch.context() as planted:

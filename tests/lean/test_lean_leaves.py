@@ -31,6 +31,7 @@ def in_a_step(model, x, sampled):
     return len(sampled)
 
 
+@pytest.mark.usefixtures("searched")
 def test_lean_blocks_sample_each_its_own_leaves(sampled):
     model, x = blocks(6), torch.randn(64, 64)
     for block in model:
@@ -38,12 +39,14 @@ def test_lean_blocks_sample_each_its_own_leaves(sampled):
     assert 0 < in_a_step(model, x, sampled) <= len(list(model.parameters()))
 
 
+@pytest.mark.usefixtures("searched")
 def test_another_model_samples_its_own_leaves(sampled):
     large, little, x = make_lean(blocks(6), "conv"), make_lean(blocks(1), "conv"), torch.randn(64, 64)
     of_large = in_a_step(large, x, sampled)
     assert in_a_step(little, x, sampled) <= len(list(little.parameters())) < of_large
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_pass_under_no_grad_samples_no_leaves(sampled):
     model, x = make_lean(blocks(3), "conv"), torch.randn(64, 64)
     assert in_a_step(model, x, sampled) > 0

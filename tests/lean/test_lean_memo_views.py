@@ -1,12 +1,17 @@
-"""Saves of views of copies become kinds, too: a cast's, as autocast makes them of activations and weights."""
+"""Saves of views of copies become kinds, too: a cast's, as autocast makes them of activations and weights.
+
+And what a node saved is no part of a circle that lasts.
+"""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from memo_listings import Program
-from test_lean_memo import _asked_python, pytestmark, searched  # noqa: F401
+from test_lean_memo import _asked_python, on_both, pytestmark, searched  # noqa: F401
 from torch import nn
 
 from leannorm.saving import lean
@@ -65,3 +70,26 @@ def test_a_copy_is_laid_out_as_the_base_of_its_view(monkeypatch):
         run.gradients(lean(), other, 7)
         names.append({type(node).__name__ for node in asked})
     assert names == [set(), {"SelectBackward0"}]
+
+
+@pytest.mark.usefixtures("on_both")
+@pytest.mark.parametrize("affine", [True, False])
+def test_what_others_can_reach_is_collected_with_its_circles(affine):
+    """A norm without weights is rebuilt by the very tensor that its node saved; others can add to that what
+    they like."""
+    layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, affine=affine), nn.SiLU())]
+    net, seen = nn.Sequential(*layers), []
+    for _ in range(4):
+        with lean():
+            loss = net(torch.randn(4, 8, 6, 6)).square().sum()
+        node = loss.grad_fn
+        while node.name() != "NativeBatchNormBackward0":
+            node = node.next_functions[0][0]
+        for name in ("_saved_result1", "_saved_result2", "_saved_input"):
+            kept = getattr(node, name)
+            kept.itself = [kept]
+            seen.append(weakref.ref(kept))
+        loss.backward()
+    del kept, node, loss
+    gc.collect()
+    assert not [kept for kept in seen if kept() is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -13,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
+from leannorm.saving import recorded
 from leannorm.saving.evidence import RebuildError
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
@@ -273,7 +276,7 @@ def test_verify_names_the_kernel_that_is_not_the_same_twice():
         return x * (1.0 if len(calls) <= 8 else 2.0)
 
     drifts.register_autograd(lambda ctx, g: g)
-    x = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(96, 96, requires_grad=True)
     for _ in range(3):
         with lean():
             drifts(x * 1).exp().sin().sum()
@@ -297,3 +300,24 @@ def test_verify_keeps_everything(verify):
     assert saved.rebuilt_bytes > 0
     assert memory.expired() is not verify
     assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad((x * 2).exp().cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"held": (torch.clone, torch.clone)}, {"verify": True}], ids=str)
+def test_no_pass_is_left(settings, monkeypatch):
+    """Each has a log of its own, which nothing that the pass hands to C++ may keep alive."""
+    passes, init = [], recorded.RecordedPass.__init__
+
+    def noted(self, *given):
+        passes.append(weakref.ref(self))
+        init(self, *given)
+
+    monkeypatch.setattr(recorded.RecordedPass, "__init__", noted)
+    x = torch.randn(64, 64, requires_grad=True)
+    for _ in range(3):
+        with lean(**settings) as saved:
+            loss = (x * 2).exp().sin().sum()
+        loss.backward()
+    del saved, loss
+    gc.collect()
+    assert len(passes) == 3
+    assert not [one for one in passes if one() is not None]

@@ -21,6 +21,7 @@ struct SavedObject {
   std::optional<Geometry> geometry;  // none: as the value was made
   std::optional<c10::VariableVersion> counter;
   Tensor tensor, original;  // kept as it is; under verify, what a rebuild is compared with
+  std::shared_ptr<const Other> other;
   py::object spec, layer;   // how ranks share the DTensor whose local tensor the value is; the layer that saved it
   uint32_t version;
   int value;
@@ -55,7 +56,7 @@ inline PyObject* new_saved() {
   if (s == nullptr) throw python_error();
   auto* const made = reinterpret_cast<SavedObject*>(s);
   new (&made->log) std::shared_ptr<Log>(), new (&made->geometry) std::optional<Geometry>(), new (&made->counter) std::optional<c10::VariableVersion>();
-  new (&made->tensor) Tensor(), new (&made->original) Tensor(), new (&made->spec) py::object(), new (&made->layer) py::object();
+  new (&made->tensor) Tensor(), new (&made->original) Tensor(), new (&made->other) std::shared_ptr<const Other>(), new (&made->spec) py::object(), new (&made->layer) py::object();
   made->value = -1;
   return s;
 }
@@ -161,11 +162,23 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   const bool waits = !log.open.empty() && x.call == log.open.back();
   if (waits && !leaf && drops) log.calls[x.call].waiting.push_back(v);
   else if (!leaf && drops) decide(log, v);
+  if (Value& made = log.values[v]; made.why == Why::kNotAtHand && is_made_by_checkpoint(whole)) made.why = Why::kCheckpointed;
   wait_for(log, v);
   if (leaf || s.spec || !may_be_in_rows(log, log.values[v])) return;
   const Below below;
   const bool fits = python().in_rows(py::reinterpret_steal<py::object>(THPVariable_Wrap(whole)), log.first->flags).cast<bool>();
   log.values[v].in_rows = fits;
+}
+
+// What is told of a tensor that is kept as it is; none of a parameter.
+inline std::shared_ptr<const Other> other_of(Log& log, PyObject* given) {
+  const py::object told = log.asked.back()->other(py::handle(given));
+  if (told.is_none()) return nullptr;
+  const auto [sizes, place, nbytes] = py::cast<std::tuple<std::vector<int64_t>, int64_t, int64_t>>(told);
+  const auto made = std::make_shared<const Other>(Other{sizes, THPVariable_Unpack(given).scalar_type(), place, nbytes});
+  const Log::Lock lock(log);
+  log.others.push_back(made);
+  return made;
 }
 
 // The pack hook.
@@ -183,6 +196,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
     const auto own = current->subclasses && t.key_set().has(c10::DispatchKey::Python) ? python().local(py::handle(given)) : py::none();
     if (!own.is_none()) local = py::cast<Tensor>(own), s.spec = python().spec(py::handle(given));
     keeps = !plain(local);
+    if (keeps) s.other = other_of(*current, given);
   }
   if (keeps) {
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);

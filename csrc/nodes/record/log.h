@@ -133,9 +133,10 @@ struct Sample {
 };
 
 struct Code;  // encode.h
+struct Other;  // others.h
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed };
 
 // Objects of Python's, which let go of with its lock.
 template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
@@ -150,9 +151,10 @@ struct Elsewhere {
   bool is_other = true;  // is what they return other memory?
 };
 // What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
-// what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None).
+// what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None); `other`, the sizes, place
+// and bytes of a tensor that the log cannot read.
 struct Asked {
-  py::object flags, layer, hold, owns;
+  py::object flags, layer, hold, owns, other;
 };
 
 struct Value {
@@ -203,6 +205,7 @@ struct Call {
   c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
   int before = -1;                    // the version that its result is written over
   bool sends = false;                 // to other ranks, within
+  bool in_checkpoint = false;         // do a checkpoint's hooks save what it reads and makes?
   c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
   int outer = -1;                     // the call on a subclass that it is a part of
   bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
@@ -264,6 +267,7 @@ struct Log {
   std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
   std::unordered_map<int, std::vector<Tensor*>> leaves;  // of a value: what saved objects hold of it
   int64_t packs = 0;  // tensors that were packed
+  std::vector<std::weak_ptr<const Other>> others;
   Policy policy;
   std::shared_ptr<Asked> first;  // pass, whose flags are the log's
   std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
@@ -385,6 +389,7 @@ struct Log {
   void begin_anew() {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear();
     waiting = {}, leaves.clear();
+    std::erase_if(others, [](const auto& one) { return one.expired(); });
     largest = 0;
   }
 };

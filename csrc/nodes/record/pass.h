@@ -3,6 +3,8 @@
 
 #include "hooks.h"
 
+#include <unordered_set>
+
 namespace leannorm::recording {
 
 // What a pass holds when it closes, to be read also when a backward pass has freed it.
@@ -33,6 +35,11 @@ struct Saved {
     tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, x.why});
     (again ? dropped : held) += nbytes;
   }
+  // `counts`: its memory, which another one may have shown before.
+  void add(const Other& other, bool counts) {
+    tensors.push_back({nullptr, nullptr, {other.sizes.begin(), other.sizes.end()}, other.dtype, counts ? other.nbytes : 0, false, false, Why::kNone});
+    held += tensors.back().nbytes;
+  }
   py::list rows() const {
     py::list rows;
     for (const Tensor& t : tensors)
@@ -50,7 +57,7 @@ struct Pass {
 
   std::shared_ptr<Log> log = current;
   size_t first = 0;  // of what the log lists: the first that this pass saved
-  size_t first_call = 0;
+  size_t first_call = 0, first_other = 0;
   int64_t first_pack = 0;
   Follower follower;
   bool open = true;
@@ -69,7 +76,7 @@ struct Pass {
     const Log::Lock lock(*log);
     hand_over(*log);
     log->asked.push_back(asked);
-    ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs;
+    ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
     if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     log->following.push_back(&follower);
@@ -109,7 +116,20 @@ struct Pass {
     }
     for (const Value& x : log->values)
       if (is_held_for_others(x)) made.add(*log, x, 0);
+    for_others([&made](const Other& other, bool counts) { made.add(other, counts); });
     return made;
+  }
+  int64_t bytes_of_others() const {
+    int64_t bytes = 0;
+    for_others([&bytes](const Other& other, bool counts) { bytes += counts ? other.nbytes : 0; });
+    return bytes;
+  }
+
+ private:
+  template <class Visit> void for_others(const Visit& visit) const {
+    std::unordered_set<int64_t> places{0};
+    for (size_t i = std::min(first_other, log->others.size()); i < log->others.size(); ++i)
+      if (const auto other = log->others[i].lock()) visit(*other, other->place == 0 || places.insert(other->place).second);
   }
 };
 
@@ -119,6 +139,7 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
+  unpack_hook = py::object(module.attr("record_unpack")).release().ptr();
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
   module.def("bytes_in_use", &InUse::of_process);
   py::class_<Saved>(module, "RecordedTensors")
@@ -128,11 +149,11 @@ inline void add_record(py::module_ module) {
       .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
       .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask, py::object layer,
-                       py::object hold, py::object owns, bool subclasses, bool gathers) {
+                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers) {
              return std::make_unique<Pass>(Policy{products, everything, sums, runs, row},
-                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns)}, std::move(ask), subclasses, gathers);
+                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(ask), subclasses, gathers);
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"),
-           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("subclasses"), py::arg("gathers"))
+           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("packed", &Pass::packed)
@@ -145,7 +166,7 @@ inline void add_record(py::module_ module) {
       .def("places", [](const Pass& p) { return p.follower.place + 1; })
       .def("timeline", [](const Pass& p) {
         const Log::Lock lock(*p.log);
-        return timeline_of(*p.log, p.follower, p.first_call);
+        return timeline_of(*p.log, p.follower, p.first_call, p.bytes_of_others());
       })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;

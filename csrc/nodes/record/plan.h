@@ -176,7 +176,7 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
     Value& x = log.values[v];
     makes[i] = x.state == Value::kDropped;
     if (x.state != Value::kHeld || x.call < 0 || x.copied) continue;
-    if (x.saves > 0 && x.why != Why::kTooDeep && x.why != Why::kNotAtHand) continue;
+    if (x.saves > 0 && x.why != Why::kTooDeep && x.why != Why::kNotAtHand && x.why != Why::kCheckpointed) continue;
     const Tensor was = std::exchange(x.held, {});
     Walk walk(log, v, 0, x.saves > 0 ? x.number : std::numeric_limits<int>::max());
     const bool can = walk.able(v);
@@ -194,8 +194,8 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
   return makes;
 }
 
-// The calls from `first` on, all values, and what was saved, as recorded_plan.py reads it.
-inline py::tuple timeline_of(Log& log, const Follower& of, size_t first) {
+// The calls from `first` on, all values, what was saved, and bytes of `others`, as recorded_timeline.py reads it.
+inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t others) {
   const Times& times = *of.times;
   const auto start = static_cast<int>(std::min(first, log.calls.size()));
   const auto bytes = [](const Geometry& g) { return g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)); };
@@ -229,7 +229,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first) {
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
   std::vector<int> died;
   for (const int at : times.died) died.push_back(at < 0 ? -1 : std::max(at - start, 0));
-  return py::make_tuple(calls, values, saves, died);
+  return py::make_tuple(calls, values, saves, died, others);
 }
 
 inline void add_plans(py::module_ module) {

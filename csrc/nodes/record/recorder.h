@@ -2,6 +2,7 @@
 // runs, and with its results when it has run.
 #pragma once
 
+#include "others.h"
 #include "plan.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -124,6 +125,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   log.calls.back().rule = rule, log.calls.back().usable = false;  // as long as it is not read whole
   Call call;
   call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
+  call.in_checkpoint = runs_in_checkpoint();
   call.usable = flags_now() == log.flags && !inference && !c10::impl::dispatch_mode_enabled();
   read_arguments(log, call, fn.inputs());
   if (rule->kind != Kind::kSkip && (rule->gate < 0 || call.args[rule->gate].toBool())) {

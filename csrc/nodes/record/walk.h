@@ -13,6 +13,8 @@ namespace leannorm::recording {
 
 // ---------------------------------------------------------------- the walk
 
+constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
+
 // Is all of what a dropped value is made of there? Weights that are gathered may have been freed again since.
 inline bool are_filled(const Log& log, int v) {
   if (!log.gathers) return true;
@@ -33,7 +35,7 @@ inline bool are_filled(const Log& log, int v) {
 class Walk {
  public:
   // `before`: what was saved from this number on is not at hand.
-  Walk(Log& log, int top, int64_t may_hold, int before = std::numeric_limits<int>::max()) : log_(log), top_(top), before_(before), may_hold_(may_hold) {
+  Walk(Log& log, int top, int64_t may_hold, int before = std::numeric_limits<int>::max()) : log_(log), top_(top), before_(before), may_hold_(may_hold), may_copy_(log.values[top].storage_bytes - may_hold) {
     ++log.stamp;
   }
 
@@ -55,10 +57,10 @@ class Walk {
  private:
   Log& log_;
   const int top_, before_;
-  int64_t may_hold_;  // bytes
+  int64_t may_hold_, may_copy_;  // bytes; the latter of what was there before the pass
 
   bool says(Why reason, int v) {
-    if (why == Why::kNone || (v == top_ && why != Why::kCollective)) why = reason;
+    if (why == Why::kNone || reason == Why::kCheckpointed || (v == top_ && why != Why::kCollective && why != Why::kCheckpointed)) why = reason;
     return false;
   }
   bool takes(int v) {
@@ -68,7 +70,10 @@ class Walk {
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
-    if (x.call < 0) return taken.push_back(v), true;  // it was there before the pass
+    if (x.call < 0) {  // it was there before the pass
+      if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be held
+      return taken.push_back(v), true;
+    }
     const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
     const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
     if (bytes > may_hold_) return false;
@@ -136,7 +141,7 @@ class Walk {
       if (x.held.defined()) return;
       runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
     });
-    if (!all) return says(Why::kNotAtHand, v);
+    if (!all) return says(log_.calls[of.call].in_checkpoint ? Why::kCheckpointed : Why::kNotAtHand, v);
     sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;
     if (runs > policy.runs || sums > policy.sums || products > policy.row) return says(Why::kTooDeep, v);
     Value& x = log_.values[v];
@@ -153,8 +158,6 @@ class Walk {
 };
 
 // ---------------------------------------------------------------- who needs whom
-
-constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
 
 // Hold it in fewer bytes, if that can be.
 inline bool encode(Log& log, int v) {
@@ -331,7 +334,7 @@ inline void decide(Log& log, int v) {
     can = again.able(v), taken = std::move(again.taken);
   }
   log.values[v].held = was;
-  if (!can) return void(log.values[v].why = why);
+  if (!can) return void(log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why);
   const Call& call = log.calls[log.values[v].call];
   for_inputs(log, call, [&](int in) { need(log, in, taken); });
   if (!has_its_bits(log, v)) {

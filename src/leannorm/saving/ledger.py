@@ -22,8 +22,8 @@ class Record(NamedTuple):
     """One tensor that the forward pass saved: the node that made it, its bytes, and whether it is rebuilt.
 
     `bytes`: of its storage, or 0 if an earlier record has counted that storage; so records add up to
-    `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind.
-    `why`: of an operation's output that is held, the reason.
+    `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind; None
+    on CPU tensors, whose operators are recorded. `why`: of an operation's output that is held, the reason.
     """
 
     node: str

@@ -16,18 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons, rows
+from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, Operator
+from leannorm.saving.packing import SMALLEST
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
-from leannorm.saving.shards import local_of, shared_as, spec_of
+from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
 from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
@@ -52,6 +55,7 @@ _WHYS = (
     reasons.PLANNED,
     reasons.COLLECTIVE,
     reasons.SHARDED,
+    reasons.CHECKPOINTED,
 )
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
@@ -134,6 +138,28 @@ def serves() -> bool:
     return asked == "1" or not torch.cuda.is_initialized()
 
 
+@left_to_python
+def _hold(told: Counter[str], hooks: Hooks, tensor: Tensor) -> Callable[[], Tensor] | None:
+    """The tensor is held by the hooks alone: what is returned brings it back. None where they fail."""
+    try:
+        return partial(hooks.unpack, hooks.pack(tensor))
+    except Exception as error:
+        told[reasons.failed(tensor, error)] += 1
+        return None
+
+
+@left_to_python
+def _other(told: Counter[str], tensor: Tensor) -> tuple[list[int], int, int] | None:
+    """The sizes, place and bytes of a tensor that the log cannot read, and keeps. None of a parameter."""
+    with as_plain(tensor):
+        if is_parameter(tensor):
+            return None
+        if type(tensor) not in PLAIN and tensor.numel() >= SMALLEST and not reasons.of_collective(tensor):
+            told[reasons.SUBCLASSES] = 1
+        shape = [tensor.numel()] if tensor.is_nested else list(tensor.shape)
+        return shape, *storage_of(tensor)
+
+
 class RecordedPass:
     """One pass, from its making to `close`."""
 
@@ -159,8 +185,9 @@ class RecordedPass:
             current(),
             None if self._way is None else self._way.ask,
             layer=None if layers is None else layers.at_work,
-            hold=None if hooks is None else partial(self._hold, hooks),
+            hold=None if hooks is None else partial(_hold, self.reasons, hooks),
             owns=units.owns if units.exist else None,
+            other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
         )
@@ -169,14 +196,6 @@ class RecordedPass:
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
-
-    def _hold(self, hooks: Hooks, tensor: Tensor) -> Callable[[], Tensor] | None:
-        """The tensor is held by the hooks alone: what is returned brings it back. None where they fail."""
-        try:
-            return partial(hooks.unpack, hooks.pack(tensor))
-        except Exception as error:
-            self.reasons[reasons.failed(tensor, error)] += 1
-            return None
 
     def close(self) -> Recorded:
         """Stop recording; what the pass saved, and what of it is still there."""

@@ -73,7 +73,7 @@ class Timeline:
     """One pass, and its backward pass."""
 
     def __init__(self, told: tuple[Any, ...], rates: Rates) -> None:
-        calls, values, self.saves, self._died = told
+        calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         self.values, self.rates = [Value(*value) for value in values], rates
         self.forward = max(len(self.calls), 1)
@@ -173,7 +173,8 @@ class Timeline:
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
         for place, value, _ in self.saves:
             places[value].update([place] if place >= 0 else ())
-        index, planned, behind, held = dict[int, int](), list[Planned](), list[tuple[int, ...]](), 0
+        index, planned, behind = dict[int, int](), list[Planned](), list[tuple[int, ...]]()
+        held = self._others
         runs: dict[int, int] = {}  # of calls several of whose results are made again
         results: dict[int, int] = defaultdict(int)
         for value in self.values:

@@ -1,0 +1,48 @@
+// What the log cannot make again, and says why: tensors that have no memory of one piece, and what ran in a checkpoint.
+#pragma once
+
+#include "log.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstring>
+#include <typeinfo>
+
+namespace leannorm::recording {
+
+// A tensor that the log keeps and cannot read, such as a sparse one; there as long as a node has it.
+struct Other {
+  std::vector<int64_t> sizes;
+  at::ScalarType dtype;
+  int64_t place, nbytes;  // where its values are, or 0
+};
+
+inline PyObject* unpack_hook = nullptr;  // of the log
+
+inline bool is_of_checkpoint(py::handle object) {
+  const py::object module = py::getattr(object, "__module__", py::none());
+  return py::isinstance<py::str>(module) && std::string(py::str(module)) == "torch.utils.checkpoint";
+}
+
+// Do a checkpoint's hooks save what is called now?
+inline bool runs_in_checkpoint() {
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  if (hooks.empty()) return false;
+  PyObject* const top = hooks.top().second.ptr(getPyInterpreter());
+  if (top == unpack_hook) return false;
+  const py::gil_scoped_acquire gil;
+  return is_of_checkpoint(top);
+}
+
+// Is it the output of a checkpoint that is a function of autograd's (use_reentrant=True)?
+inline bool is_made_by_checkpoint(const Tensor& t) {
+  const auto& node = t.grad_fn();
+  if (!node || std::strstr(typeid(*node).name(), "PyNode") == nullptr) return false;
+  const auto function = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+  return is_of_checkpoint(py::getattr(py::type::handle_of(function), "_forward_cls", py::none()));
+}
+
+}  // namespace leannorm::recording
