@@ -16,7 +16,7 @@ def forget():
     """As in a fresh process."""
     trial._SEEN.clear()
     plans._KNOWN.clear()
-    small._STAYED_SMALL.clear()
+    small._LEFT_ALONE.clear()
     small.SMALL = -1  # but where a program asks for it
     leaves.Leaves._asked_at.clear()
     memo.forget()

@@ -47,8 +47,8 @@ def profile(
     The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
     memory is kept from then on (`keep_freed_memory`). Each pass starts from the model, the inputs and the
     random numbers as they are, and all of them are as before when it returns. `progress` is called with
-    what is being done. Passes that save less than 4 MiB are measured with rebuilds, too, although `lean`
-    leaves them as they are in training.
+    what is being done. Passes of which less than 4 MiB can be freed are measured with rebuilds, too,
+    although `lean` leaves them as they are in training.
 
     Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 

@@ -52,8 +52,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
             equal plans.
         overhead: in place of `budget`, the share of a step's time that `lean` may cost, 0 or more:
-            rebuilds and its own looking at tensors, by rates measured once on this device. As few bytes are
-            kept as that time allows, where the peak rises by no more bytes than are kept less.
+            rebuilds and its own looking at tensors. As few bytes are kept as that time allows, where the
+            peak rises by no more bytes than are kept less. The first plan is made by rates of this device;
+            then steps are timed, alternating with plain ones, and the plan is corrected.
         peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
             plain PyTorch's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step
             allocates: what it saves, gradients, of weights too, what operations need; not what is there
@@ -72,7 +73,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     plain PyTorch bit for bit: each kind of step is tried once on the spot, and what does not come out equal
     is kept.
 
-    Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
+    Passes of which a rebuild frees less than 4 MiB are left as they are from their second time at a place on,
     unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
@@ -211,10 +212,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             else "no tensor saved"
         ]
         if self.plan is not None:
-            told.append(
-                f"plan: {self.plan.ratio:.2f} of the bytes and {self.plan.peak_ratio:.2f} of the peak at"
-                f" {1 + self.plan.overhead:.2f} of its time"
-            )
+            told.append(f"plan: {self.plan.in_words()}")
         return f"lean({'; '.join(told + self.reasons)})"
 
     @property

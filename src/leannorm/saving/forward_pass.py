@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -14,7 +15,8 @@ from torch import Tensor
 from leannorm.autograd.nodes import NODES
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
-from leannorm.saving import memo, packing, reasons, small
+from leannorm.planning.loop import PLAIN, PLAN
+from leannorm.saving import memo, packing, reasons, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -23,9 +25,11 @@ from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded import RecordedPass, serves
-from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
+from leannorm.saving.small import NEVER_SMALL, AllKept, Alone, FirstTensor, Seen, left_alone, nodes_made
+from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
+from leannorm.saving.watched import Watch
 
 _NEARLY = 1.01
 
@@ -44,8 +48,8 @@ class Settings(NamedTuple):
         return self.goal is None and self.hooks is None and not self.verify
 
     @property
-    def may_be_dear(self) -> bool:
-        """May the hooks alone take more time than was allowed?"""
+    def may_be_watched(self) -> bool:
+        """Was time asked for that a step, as it is, may take?"""
         return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
 
 
@@ -58,36 +62,61 @@ class ForwardPass:
     ) -> None:
         self._settings, self.ledger, self._frames_around, self._line = settings, ledger, frames_around, line
         self._place: Hashable = None  # of passes that may be small
-        if settings.may_be_small and line is not NEVER_SMALL:
+        self._watch: Watch | None = None  # of passes whose time was asked for
+        if line is not NEVER_SMALL and settings.may_be_small:
             self._place = line, settings.policy
-        elif settings.may_be_dear:
-            self._place = line, settings.goal
+        elif line is not NEVER_SMALL and settings.may_be_watched:
+            self._watch = watched.watch_of((line, settings.goal))
         self._stack = ExitStack()
-        self._following = None if settings.goal is None else Following(settings.goal)
+        of_watch = None if self._watch is None else (line, settings.goal)
+        self._following = None if settings.goal is None else Following(settings.goal, of_watch)
         self._packing: Packing | None = None
         self._recorded: RecordedPass | None = None
         self._unpack = unpack
         self._hook: Any = None
-        self._small: SmallPass | None = None
+        self._first: FirstTensor | None = None
+        self._alone: Alone | None = None  # passes of which this one is left alone
+        self._timer: Timer | None = None
         self.refused: str | None = None  # why no hooks were set
         self._freed_within = False  # did a backward pass run before this one closed?
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
+        self._nodes = 0  # of autograd, when it was opened
 
     def open(self) -> None:
         """Set the hooks, unless `_refusal` has a reason against it."""
+        number = timing.opened()
         self.refused = _refusal()
         if self.refused is not None:
             return
-        most = None if self._place is None else was_small(self._place)
-        if most is None and not torch.is_grad_enabled():
-            most = -1  # the search begins with the first tensor that is saved, if any is
-        if most is not None:
-            self._small = SmallPass(self._search_from_here, most)
         if serves():
             self._unpack = NODES.record_unpack
-        pack = self._begin() if self._small is None else self._small.pack
+        pack, timed = self._first_hook(number), None
+        if self._first is None:
+            pack = self._begin()
+            if self._timer is not None and self._recorded is not None:
+                pack = timed = TimedPack(pack, self._unpack, self._timer)
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
+        if timed is not None:
+            timed.hooks = self._set
+        elif self._first is not None:
+            self._first.hooks = self._set
+        self._nodes = nodes_made()
+
+    def _first_hook(self, number: int) -> Any:
+        """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
+        least, most = 0.0, -1.0
+        kind = PLAN if self._watch is None else self._watch.next()
+        if self._watch is not None:
+            self._timer = self._watch.timer(number, kind)
+        if kind == PLAIN and self._watch is not None:
+            least, most = self._watch.bounds()
+        elif self._place is not None and (alone := left_alone(self._place)) is not None:
+            self._alone, most = alone, alone.most()
+        elif torch.is_grad_enabled():
+            return None
+        self._first = FirstTensor(self._look_from_here, least, most, self._timer)
+        return self._first.pack
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
@@ -97,6 +126,8 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
+        if from_here and self._watch is not None:
+            self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
             self._recorded = RecordedPass(policy, self._following, hooks, layers)
             return self._recorded.pack
@@ -109,12 +140,18 @@ class ForwardPass:
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
 
-    def _search_from_here(self) -> bool:
+    def _look_from_here(self) -> bool:
         """From the next tensor on; False if that could not be."""
         return self._set is not None and self._set.replace(partial(self._begin, from_here=True))
 
+    @property
+    def _is_left(self) -> bool:
+        """Is it left as it is, but for its first tensor?"""
+        return self._first is not None and self._looking is None
+
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
+        nodes = nodes_made() - self._nodes
         self._stack.close()
         if self._recorded is not None:
             recorded = self._recorded.close()
@@ -127,8 +164,26 @@ class ForwardPass:
             self._packing.last = -1, None
             self._packing.vain.close()
             self._freed_within = self.ledger.is_mostly_gone()
-        kept = [] if self._small is None else self._small.kept
+            self._watch_first()
+        kept = [] if self._first is None else self._first.kept
+        if self._is_left and kept:
+            known = self._watch.kept if self._watch is not None else self._alone and self._alone.seen.rows
+            if known:
+                self.ledger.add(known)
+                kept = []
         self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
+        self._nodes = nodes
+
+    def _watch_first(self) -> None:
+        """Of a pass that is searched: when its first value goes, its backward pass is nearly done."""
+        first = next(self.ledger.values(), None)
+        if self._timer is None or first is None:
+            return
+        shape, dtype = (
+            (first.shape, first.dtype) if first.tensor is None else (first.tensor.shape, first.tensor.dtype)
+        )
+        self._timer.size = shape.numel() * dtype.itemsize
+        self._timer.watching = weakref.ref(first, self._timer.reach)
 
     def forget(self) -> None:
         """Let go of the nodes that prices were read from, and of what a small pass has held."""
@@ -137,8 +192,8 @@ class ForwardPass:
             self._packing.kept.clear()
         if self._recorded is not None:
             self._recorded.forget()
-        if self._small is not None:
-            self._small.forget()
+        if self._first is not None:
+            self._first.forget()
 
     @property
     def _looking(self) -> Packing | RecordedPass | None:
@@ -148,29 +203,59 @@ class ForwardPass:
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         looking, following = self._looking, self._following
+        if self._freed_within or self.refused is not None:  # what is left says neither the size nor a plan
+            return None
+        if self._watch is not None and self._timer is not None:
+            self._watch.timers.append(self._timer)
+        if looking is None:
+            self._was_left()
+            return None if self._watch is None else self._watch.plan
+        if self._place is not None and looking.seen:
+            small.note(self._place, None if self._alone is not None else self._seen())
+        if self._watch is not None:
+            self._watch.loop = None if following is None else self._watch.loop
+        if following is None or not looking.calls:  # there is nothing to plan
+            return None
         nbytes = self.ledger.all_bytes()
-        saved = looking.seen if looking is not None else self._small is not None and self._small.kept
-        if self._freed_within:  # what is left tells neither the size of the pass nor a plan
-            return None
-        seen = self._place is not None and bool(saved) and self.refused is None
-        if seen and self._settings.may_be_small:
-            note(self._place, nbytes, small.SMALL)
-        if following is None or looking is None:
-            return None
-        if not looking.calls:  # there is nothing to plan
-            if seen and self._settings.may_be_dear:
-                note(self._place, nbytes, 2 * nbytes)
-            return None
         try:
-            before = 0 if self._small is None else self._small.nbytes  # the search, which no plan knows of
+            before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
             share = (self.ledger.kept() - before) / max(nbytes - before, 1)
             self._of_plans = following.end(looking.calls, looking.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
             looking.reasons[reasons.no_plan(error)] = 1
             return None
-        if seen and following.plan is not None:
-            note(self._place, nbytes, 2 * nbytes if following.plan.is_dear else -1)
+        if self._watch is not None:
+            self._note_followed(self._watch, following)
         return following.plan
+
+    def _was_left(self) -> None:
+        """It is looked at the next time, if it was another pass than the one that was looked at."""
+        if self._alone is not None and self._alone.is_other(self._nodes):
+            small.note(self._place, None)
+        elif self._watch is not None and self._nodes > 2 * self._watch.nodes:
+            self._watch.loop = None
+
+    def _seen(self) -> Seen:
+        ledger = self.ledger
+        rows = AllKept(ledger.rows, ledger.all_bytes())
+        first = next(iter(rows.rows()), None)
+        nbytes = 0 if first is None else first[1].numel() * first[2].itemsize
+        return Seen(nbytes, ledger.rebuilt(), self._nodes, rows)
+
+    def _note_followed(self, watch: Watch, following: Following) -> None:
+        if following.plan is None or following.loop is None:
+            watch.loop = None
+            return
+        if following.loop is not watch.loop or watch.kept is None:
+            seen = self._seen()
+            watch.loop, watch.first, watch.nodes, watch.kept = (
+                following.loop,
+                seen.first,
+                seen.nodes,
+                seen.rows,
+            )
+        following.plan = following.plan._replace(measured=following.loop.measured)
+        watch.plan = following.plan._replace(made_for=following.plan.made_for.without_lines())
 
     def _missed(self, plan: RebuildPlan | None) -> str | None:
         """That the budget or the peak is out of reach, if it is."""
@@ -200,12 +285,16 @@ class ForwardPass:
             whole.append(reasons.BACKWARD_BEFORE_PLAN if unplanned else reasons.BACKWARD_WITHIN)
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
-        seen_by_small = self._small is not None and self._small.kept
-        seen = seen_by_small or (self._looking is not None and self._looking.seen)
+        seen_first = self._first is not None and self._first.kept
+        seen = seen_first or (self._looking is not None and self._looking.seen)
         if not (seen or whole) and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
-        if seen_by_small and self._looking is None:
-            whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
+        if self._watch is not None:
+            whole += self._watch.reasons()
+            if self._is_left and not self._watch.is_off:
+                whole.append(reasons.COMPARED)
+        elif seen_first and self._is_left:
+            whole.append(reasons.SMALL)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         goal = self._settings.goal
