@@ -77,14 +77,14 @@ class PassHooks:
         for hooks in reversed(above):
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
-    def replace(self, make: Callable[[], Callable[[Tensor], Any]]) -> bool:
-        """Another first hook, from the next tensor on, if these hooks are this thread's and lie on top. For
-        the first hook itself, which torch calls where it does."""
+    def replace(self, make: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]]) -> bool:
+        """Other hooks, from the next tensor on, if these hooks are this thread's and lie on top. For the
+        first hook itself, which torch calls where it does."""
         if not (self in _thread.open and self._is_on_top()):
             return False
-        pack = make()
+        hooks = make()
         _autograd._pop_saved_tensors_default_hooks()
-        self._hooks = pack, self._hooks[1]
+        self._hooks = hooks
         self._set()
         return True
 

@@ -24,6 +24,7 @@ from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
+from leannorm.saving.left_pass import pass_at
 from leannorm.saving.moved import hooks_of
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM
@@ -139,17 +140,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if traced():
             self._reasons = [reasons.COMPILED]
             return self
-        mine = self._opened_here()
+        mine = self._opened_here() if self._open else None
         if not mine:
             self._ledger, self._reasons, self._tells_why = Ledger(), [], False
-        frame: FrameType | None = sys._getframe(1)
-        assert frame is not None
-        place, around = place_of(frame) if self.place is None else self.place, set[int]()
-        while frame is not None and self._settings.goal is not None:  # a plan looks at variables
-            around.add(id(frame))
-            frame = frame.f_back
-        ledger = mine[0][1].ledger if mine else self._ledger
-        passed = ForwardPass(self._settings, ledger, place, frozenset(around))
+        frame = sys._getframe(1)
+        place = place_of(frame) if self.place is None else self.place
+        around = (
+            _NO_FRAMES if self._settings.goal is None else _frames_from(frame)
+        )  # a plan looks at variables
+        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place, around)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
@@ -238,6 +237,18 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     def _repr_html_(self) -> str:
         return f"<div>{escape(repr(self))}</div>"
+
+
+_NO_FRAMES = frozenset[int]()
+
+
+def _frames_from(frame: FrameType | None) -> frozenset[int]:
+    """The `id`s of this function's frame and of those around it."""
+    around = set[int]()
+    while frame is not None:
+        around.add(id(frame))
+        frame = frame.f_back
+    return frozenset(around)
 
 
 def _not_a_setting(given: object) -> InputError:

@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded import RecordedPass, serves
-from leannorm.saving.small import NEVER_SMALL, AllKept, Alone, FirstTensor, Seen, left_alone, nodes_made
+from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
@@ -75,7 +74,6 @@ class ForwardPass:
         self._unpack = unpack
         self._hook: Any = None
         self._first: FirstTensor | None = None
-        self._alone: Alone | None = None  # passes of which this one is left alone
         self._timer: Timer | None = None
         self.refused: str | None = None  # why no hooks were set
         self._freed_within = False  # did a backward pass run before this one closed?
@@ -84,13 +82,12 @@ class ForwardPass:
         self._nodes = 0  # of autograd, when it was opened
 
     def open(self) -> None:
-        """Set the hooks, unless `_refusal` has a reason against it."""
+        """Set the hooks, unless `refusal` has a reason against it."""
         number = timing.opened()
-        self.refused = _refusal()
+        self.refused = refusal()
         if self.refused is not None:
             return
-        if serves():
-            self._unpack = NODES.record_unpack
+        self._find_unpack()
         pack, timed = self._first_hook(number), None
         if self._first is None:
             pack = self._begin()
@@ -103,6 +100,10 @@ class ForwardPass:
             self._first.hooks = self._set
         self._nodes = nodes_made()
 
+    def _find_unpack(self) -> None:
+        if serves():
+            self._unpack = NODES.record_unpack
+
     def _first_hook(self, number: int) -> Any:
         """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
         least, most = 0.0, -1.0
@@ -111,8 +112,6 @@ class ForwardPass:
             self._timer = self._watch.timer(number, kind)
         if kind == PLAIN and self._watch is not None:
             least, most = self._watch.bounds()
-        elif self._place is not None and (alone := left_alone(self._place)) is not None:
-            self._alone, most = alone, alone.most()
         elif torch.is_grad_enabled():
             return None
         self._first = FirstTensor(self._look_from_here, least, most, self._timer)
@@ -142,7 +141,7 @@ class ForwardPass:
 
     def _look_from_here(self) -> bool:
         """From the next tensor on; False if that could not be."""
-        return self._set is not None and self._set.replace(partial(self._begin, from_here=True))
+        return self._set is not None and self._set.replace(lambda: (self._begin(True), self._unpack))
 
     @property
     def _is_left(self) -> bool:
@@ -167,8 +166,8 @@ class ForwardPass:
             self._watch_first()
         kept = [] if self._first is None else self._first.kept
         if self._is_left and kept:
-            known = self._watch.kept if self._watch is not None else self._alone and self._alone.seen.rows
-            if known:
+            known = None if self._watch is None else self._watch.kept
+            if known is not None:
                 self.ledger.add(known)
                 kept = []
         self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
@@ -211,7 +210,7 @@ class ForwardPass:
             self._was_left()
             return None if self._watch is None else self._watch.plan
         if self._place is not None and looking.seen:
-            small.note(self._place, None if self._alone is not None else self._seen())
+            small.note(self._place, self._seen())
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
         if following is None or not looking.calls:  # there is nothing to plan
@@ -229,10 +228,8 @@ class ForwardPass:
         return following.plan
 
     def _was_left(self) -> None:
-        """It is looked at the next time, if it was another pass than the one that was looked at."""
-        if self._alone is not None and self._alone.is_other(self._nodes):
-            small.note(self._place, None)
-        elif self._watch is not None and self._nodes > 2 * self._watch.nodes:
+        """The next one is no plain one, if this was another pass than those that are measured."""
+        if self._watch is not None and self._nodes > 2 * self._watch.nodes:
             self._watch.loop = None
 
     def _seen(self) -> Seen:
@@ -274,6 +271,10 @@ class ForwardPass:
         of the little that a backward pass has left."""
         return not self._freed_within and (self._settings.goal is None or self._missed(plan) is not None)
 
+    @staticmethod
+    def _nothing_saved() -> list[str]:
+        return [reasons.NOTHING] if torch.is_grad_enabled() else []
+
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
         counts: Counter[str] = Counter() if self._looking is None else self._looking.reasons
@@ -287,14 +288,12 @@ class ForwardPass:
             whole.append(reasons.TRANSFORMED_WITHIN)
         seen_first = self._first is not None and self._first.kept
         seen = seen_first or (self._looking is not None and self._looking.seen)
-        if not (seen or whole) and torch.is_grad_enabled():
-            whole.append(reasons.NOTHING)
+        if not (seen or whole):
+            whole += self._nothing_saved()
         if self._watch is not None:
             whole += self._watch.reasons()
             if self._is_left and not self._watch.is_off:
                 whole.append(reasons.COMPARED)
-        elif seen_first and self._is_left:
-            whole.append(reasons.SMALL)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         goal = self._settings.goal
@@ -308,7 +307,7 @@ class ForwardPass:
         return whole + of_tensors
 
 
-def _refusal() -> str | None:
+def refusal() -> str | None:
     """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED

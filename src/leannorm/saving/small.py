@@ -63,16 +63,15 @@ class Alone:
 
     def __init__(self, seen: Seen) -> None:
         self.seen, self._left = seen, _AGAIN
+        larger = min(max(SMALL / max(seen.freed, 1), 1.0), _LARGER)
+        self.most = max(seen.first, 1) * larger
+        """Bytes of the first tensor, up to which little is freed: of a pass that is much larger, what was not
+        worth a rebuild may be."""
 
     def is_left(self) -> bool:
         """Is the next pass left alone, too?"""
         self._left -= 1
         return self._left >= 0
-
-    def most(self) -> float:
-        """Bytes of the first tensor, up to which little is freed: of a pass that is much larger, what was not
-        worth a rebuild may be."""
-        return max(self.seen.first, 1) * min(max(SMALL / max(self.seen.freed, 1), 1.0), _LARGER)
 
     def is_other(self, nodes: int) -> bool:
         """Has the pass made many more nodes than the one that was looked at?"""

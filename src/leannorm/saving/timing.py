@@ -90,7 +90,7 @@ class TimedPack:
         packed, timer = self._pack(tensor), self._timer
         if not tensor.requires_grad or tensor.grad_fn is not None:  # no parameter: its size is a pass's
             timer.size = tensor.nbytes
-            self.hooks.replace(lambda: self._pack)
+            self.hooks.replace(lambda: (self._pack, self._unpack))
         if not self._is_first:
             return packed
         self._is_first = False
