@@ -100,8 +100,8 @@ def tell(options: Namespace, found: Iterable[Row], *key: str) -> None:
     told = []
     for row in found:
         told.append(row)
-        named = " ".join(f"{row[k]!s:17}" for k in key)
-        values = [f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
+        named = " ".join(f"{row[k]!s:17}" for k in key if k in row)
+        values = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
                   if k not in (*key, "equal")]  # fmt: skip
         print(named, *values, "" if row.get("equal", True) else "GRADIENTS DIFFER", flush=True)
     if options.json and told:

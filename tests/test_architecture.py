@@ -25,7 +25,7 @@ ORDER = [
     {"autograd"},
     {"functional"},
     {"nn"},
-    {"_catalog"},
+    {"_catalog", "head"},
     {"saving", "program"},
     {"compiled"},
     {"transforms"},

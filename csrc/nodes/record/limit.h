@@ -10,6 +10,7 @@
 
 #ifdef __GLIBC__
 #include <malloc.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -17,9 +18,47 @@
 
 namespace leannorm::recording {
 
-// Bytes of this process, as the C library and the system count them.
+// Bytes of this process's pages, as the system counts them; 0 where it does not. Pages of files, such as of libraries, can be
+// read again and are left out of what is resident.
+struct Pages {
+  int64_t size = 0, resident = 0, data = 0;
+
+  static Pages read() {
+    Pages made;
+#ifdef __GLIBC__
+    std::FILE* const file = std::fopen("/proc/self/status", "r");
+    if (file == nullptr) return made;
+    char line[256];
+    const auto add = [&line](const char* name, int64_t& to) {
+      long kilobytes = 0;
+      const size_t n = std::strlen(name);
+      if (std::strncmp(line, name, n) == 0 && std::sscanf(line + n, ": %ld kB", &kilobytes) == 1) to += kilobytes * 1024;
+    };
+    while (std::fgets(line, sizeof line, file) != nullptr)
+      add("VmSize", made.size), add("RssAnon", made.resident), add("RssShmem", made.resident), add("VmData", made.data);
+    std::fclose(file);
+#endif
+    return made;
+  }
+  // What `ulimit -v` and `ulimit -d` leave.
+  static int64_t room() {
+    int64_t least = std::numeric_limits<int64_t>::max();
+#ifdef __GLIBC__
+    rlimit all, of_data;
+    const bool is_limited = getrlimit(RLIMIT_AS, &all) == 0 && getrlimit(RLIMIT_DATA, &of_data) == 0 &&
+                            (all.rlim_cur != RLIM_INFINITY || of_data.rlim_cur != RLIM_INFINITY);
+    if (!is_limited) return least;
+    const Pages now = read();
+    if (all.rlim_cur != RLIM_INFINITY) least = static_cast<int64_t>(all.rlim_cur) - now.size;
+    if (of_data.rlim_cur != RLIM_INFINITY) least = std::min(least, static_cast<int64_t>(of_data.rlim_cur) - now.data);
+#endif
+    return least;
+  }
+};
+
+// Bytes of this process, as the C library counts what tensors take; another allocator in its place is not counted.
 struct InUse {
-  int64_t allocated = 0, free = 0, resident = 0;
+  int64_t allocated = 0, free = 0;
 
   static InUse now() {
     InUse made;
@@ -29,18 +68,28 @@ struct InUse {
 #endif
     return made;
   }
-  static int64_t read_resident() {
-    long pages = 0, size = 0;
-#ifdef __GLIBC__
-    if (std::FILE* const file = std::fopen("/proc/self/statm", "r")) {
-      if (std::fscanf(file, "%ld %ld", &size, &pages) != 2) pages = 0;
-      std::fclose(file);
-    }
-    return static_cast<int64_t>(pages) * sysconf(_SC_PAGESIZE);
-#else
-    return 0;
-#endif
+  static bool is_counted() {
+    static const bool does = [] {
+      constexpr int64_t size = 1 << 20;
+      const int64_t before = now().allocated;
+      const Tensor t = at::empty({size}, at::kByte);
+      return now().allocated - before >= size;
+    }();
+    return does;
   }
+  // What the process has, less what was freed. 0: nobody says.
+  static int64_t of_process() { return is_counted() ? now().allocated + of_others() : read_resident(); }
+  // The program itself, and what others than the C library have taken. Memory that was freed may be in memory or have
+  // gone back, so that this is known from below: the most that was seen is nearest.
+  static int64_t of_others() {
+    static std::atomic<int64_t> most = 0;
+    const InUse now = InUse::now();
+    const int64_t seen = read_resident() - now.allocated - now.free;
+    int64_t before = most.load();
+    while (before < seen && !most.compare_exchange_weak(before, seen)) {}
+    return std::max(before, seen);
+  }
+  static int64_t read_resident() { return Pages::read().resident; }
   // Memory that was freed and that the C library has kept goes back to the system.
   static void trim() {
 #ifdef __GLIBC__
@@ -67,16 +116,20 @@ class Limit {
   static constexpr double kMargin = 0.03;  // of the limit, for memory between allocations
 
   Limit(int64_t bytes, std::shared_ptr<Learned> learned)
-      : bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)) {
-    const InUse now = InUse::now();
-    others_ = std::max<int64_t>(InUse::read_resident() - now.allocated - now.free, 0);
+      : bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)),
+        others_(InUse::of_others()) {
+#ifdef __GLIBC__
+    // `ulimit` also counts memory that was freed and lies between what is in use: with pages of its own, a tensor leaves none.
+    static const bool by_pages = Pages::room() == std::numeric_limits<int64_t>::max() || mallopt(M_MMAP_THRESHOLD, 1 << 20);
+    (void)by_pages;
+#endif
   }
   Limit(const Limit&) = delete;
   ~Limit() {  // all that was saved is gone
     if (read_ && largest_ > 0) learned_->note(static_cast<double>(most_ - end_) / static_cast<double>(largest_));
   }
   // What the process has now: what the C library has given out, and the program itself.
-  int64_t has() const { return InUse::now().allocated + others_; }
+  int64_t has() const { return InUse::is_counted() ? InUse::now().allocated + others_ : InUse::read_resident(); }
   // What the backward pass is going to take beyond that.
   int64_t reserve() const {
     const double beyond = learned_->beyond.load();
@@ -84,7 +137,10 @@ class Limit {
                             (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
     return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * static_cast<double>(largest_));
   }
-  bool is_near() const { return has() + reserve() > bytes_; }
+  bool is_near() const {
+    const int64_t coming = reserve();
+    return has() + coming > bytes_ || coming > Pages::room();
+  }
 
   // A parameter is going to have a gradient, which is not there yet.
   void reads_parameter(const Tensor& t) {
@@ -101,7 +157,7 @@ class Limit {
     const Policy before = log.policy;
     while (is_near() && drop_one(log)) {}
     log.policy = before;
-    if (InUse::read_resident() > bytes_) InUse::trim();
+    if (others_ < bytes_ && InUse::read_resident() > bytes_) InUse::trim();
   }
   // The backward pass has begun to read a tensor.
   void reads(int64_t nbytes) {
@@ -114,17 +170,20 @@ class Limit {
     end_ = most_ = InUse::now().allocated, since_ = bytes_;
     missed_ = is_near() ? has() + reserve() : 0;
   }
+  bool is_below(int64_t bytes) const { return bytes_ < bytes; }
   int64_t missed() const { return missed_; }  // bytes that it takes at least, if that is more than the limit
 
  private:
   static constexpr int kLevels = 3;       // what is cheap to make again, products, anything
   static constexpr int64_t kLooks = 256;  // for each limit of bytes saved
-  int64_t bytes_, gradients_ = 0, others_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
+  const int64_t bytes_;
+  const std::shared_ptr<Learned> learned_;
+  const int64_t others_;
+  int64_t gradients_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
   bool read_ = false;  // has a backward pass?
   std::unordered_set<const void*> parameters_;
   int level_ = 0;
   size_t next_ = 0;  // of what the log lists
-  std::shared_ptr<Learned> learned_;
 
   static Policy at_level(int level) {
     Policy policy;

@@ -119,11 +119,8 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
-  py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>()).def_property_readonly("beyond", [](const Learned& l) { return l.beyond.load(); });
-  module.def("bytes_in_use", [] {
-    const InUse now = InUse::now();
-    return py::make_tuple(now.allocated, now.free, InUse::read_resident());
-  });
+  py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
+  module.def("bytes_in_use", &InUse::of_process);
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)
       .def_readonly("dropped", &Saved::dropped)
@@ -141,6 +138,7 @@ inline void add_record(py::module_ module) {
       .def("packed", &Pass::packed)
       .def("seen", &Pass::seen)
       .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
+        if (p.log->limit && p.log->limit->is_below(bytes)) return;  // that of a pass around it
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
       .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })

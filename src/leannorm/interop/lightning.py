@@ -60,8 +60,10 @@ def lean_callback(
     budget: float | None = None,
     overhead: float | None = None,
     peak: float | int | str | None = None,
+    limit: int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
+    head: bool = False,
 ) -> Any:
     """A Lightning callback under which `training_step` runs in `lean` while `fit` runs.
 
@@ -73,7 +75,7 @@ def lean_callback(
     Source: `lightning.pytorch.callbacks.Callback`, Lightning 2.6.
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
-    settings |= {"held": held, "verify": verify}
+    settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
     saved = lean(**settings)
 
     class LeanCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]

@@ -25,8 +25,10 @@ def lean_callback(
     budget: float | None = None,
     overhead: float | None = None,
     peak: float | int | str | None = None,
+    limit: int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
+    head: bool = False,
 ) -> Any:
     """A `TrainerCallback` under which the model's forward pass runs in `lean` while it is trained.
 
@@ -39,7 +41,7 @@ def lean_callback(
     """
     base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
-    settings |= {"held": held, "verify": verify}
+    settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
     lean(**settings)  # raises where there are no such settings
 
     class LeanCallback(base):  # type: ignore[misc]

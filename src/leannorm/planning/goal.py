@@ -19,13 +19,15 @@ class Goal(NamedTuple):
 
     `worth`: what freeing all of stock's bytes would be worth, in shares of the step's seconds; each byte is
     freed that costs less. `budget`: a share of stock's bytes. `overhead`: a share of the step's seconds.
-    `peak`: a share of stock's peak (a float up to 1), or bytes (an integer).
+    `peak`: a share of stock's peak (a float up to 1), or bytes (an integer). `limit`: bytes that the process
+    may have, or "device".
     """
 
     worth: float | None = None
     budget: float | None = None
     overhead: float | None = None
     peak: float | int | None = None
+    limit: int | str | None = None
 
 
 NORM = Goal(worth=0.3, overhead=0.03)
@@ -33,16 +35,20 @@ CONV = Goal(worth=0.6, overhead=0.12)
 
 
 def goal(
-    recompute: str, budget: float | None, overhead: float | None, peak: float | int | str | None
+    recompute: str,
+    budget: float | None,
+    overhead: float | None,
+    peak: float | int | str | None,
+    limit: int | str | None = None,
 ) -> Goal:
     """The goal that these arguments of `lean()` and `compile_options()` mean. Raises InputError."""
     if recompute not in ("norm", "conv"):
         meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
         raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
-    asked = {"budget": budget, "overhead": overhead, "peak": peak}
+    asked = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
     named = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
     if len(named) > 1:
-        raise InputError(f"one of budget, overhead and peak; got {' and '.join(named)}")
+        raise InputError(f"one of budget, overhead, peak and limit; got {' and '.join(named)}")
     if named and recompute != "norm":
         raise InputError(
             f"{named[0]} chooses itself what to rebuild, in place of recompute; got {recompute!r} too: leave"
@@ -56,7 +62,13 @@ def goal(
         )
     if named:
         budget, overhead = (None if share is None else float(share) for share in (budget, overhead))
-        return Goal(None, budget, overhead, None if peak is None else _peak(peak))
+        return Goal(
+            None,
+            budget,
+            overhead,
+            None if peak is None else _peak(peak),
+            None if limit is None else _limit(limit),
+        )
     return NORM if recompute == "norm" else CONV
 
 
@@ -72,6 +84,17 @@ def _peak(peak: float | int | str) -> float | int:
         return float(peak) if peak <= 1 else int(peak)
     raise InputError(
         f'peak is a share of plain PyTorch\'s, in (0, 1], or bytes, as 8 * 2**30 or "8GiB"; got {peak!r}'
+    )
+
+
+def _limit(limit: int | str) -> int | str:
+    if isinstance(limit, str):
+        return limit if limit == "device" else bytes_of(limit)
+    if _is_number(limit) and isfinite(limit) and limit == int(limit) >= _LEAST_PEAK:
+        return int(limit)
+    raise InputError(
+        'limit is the memory that the process may have: bytes, as 8 * 2**30 or "8GiB", or "device"; got'
+        f" {limit!r}"
     )
 
 

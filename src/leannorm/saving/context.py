@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm._errors import InputError
 from leannorm._report import bytes_in_words
 from leannorm._torch import left_to_python
+from leannorm.head import Told
 from leannorm.ops.modes import exporting, traced
 from leannorm.planning.goal import goal
 from leannorm.saving import reasons
@@ -65,6 +66,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         held: other saved-tensor hooks for the tensors that must be kept, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
+        head: logits of language models never exist. A linear layer with over three times as many outputs as
+            inputs gives a tensor that is not computed; losses, log-probabilities and entropies read some
+            columns at a time, and what else reads it gets the tensor, computed once (`reasons` says for
+            what). Gradients are then not bit-equal to plain PyTorch's.
         verify: for debugging; keeps everything as plain PyTorch does, rebuilds too, and compares bit for bit
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
@@ -115,19 +120,22 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         budget: float | None = None,
         overhead: float | None = None,
         peak: float | int | str | None = None,
+        limit: int | str | None = None,
         held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
+        head: bool = False,
     ) -> None:
         if callable(recompute):
             raise _not_a_setting(recompute)
-        asked = goal(recompute, budget, overhead, peak)
+        asked = goal(recompute, budget, overhead, peak, limit)
         planned = asked.worth is None
         policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
-        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak}
-        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify}
+        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
+        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
         self._settings = Settings(
-            policy, asked if planned else None, None if held is None else hooks_of(held), verify
+            policy, asked if planned else None, None if held is None else hooks_of(held), verify, bool(head)
         )
+        self._told: list[Told] = []
         self._open: list[tuple[int, ForwardPass]] = []  # with the thread of each
         self._ledger = Ledger()
         self.place: Hashable = None
@@ -142,16 +150,16 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return self
         mine = self._opened_here() if self._open else None
         if not mine:
-            self._ledger, self._reasons, self._tells_why = Ledger(), [], False
+            self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         frame = sys._getframe(1)
         place = place_of(frame) if self.place is None else self.place
-        around = (
-            _NO_FRAMES if self._settings.goal is None else _frames_from(frame)
-        )  # a plan looks at variables
+        planned = self._settings.goal is not None  # a plan looks at variables
+        around = _frames_from(frame) if planned else _NO_FRAMES
         passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place, around)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
+        self._told += [passed.told] if passed.told is not None else []
         self._open.append((get_ident(), passed))
         return self
 
@@ -218,7 +226,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def reasons(self) -> list[str]:
         """Why nothing, or less than asked, was saved; what holds a twentieth of all bytes is named."""
         held = reasons.by_bytes(self._ledger.rows()) if self._tells_why else ()
-        return [*self._reasons, *held]
+        of_heads = [reason for told in self._told for reason in told.reasons()]
+        return [*self._reasons, *of_heads, *held]
 
     @property
     def kept_bytes(self) -> int:

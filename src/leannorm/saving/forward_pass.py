@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
+from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
 from leannorm.planning.loop import PLAIN, PLAN
-from leannorm.saving import memo, packing, reasons, small, timing, watched
+from leannorm.saving import limit, memo, packing, reasons, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -26,6 +27,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.recorded import RecordedPass, serves
 from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
+from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
 from leannorm.saving.watched import Watch
@@ -40,11 +42,12 @@ class Settings(NamedTuple):
     goal: Goal | None
     hooks: Hooks | None
     verify: bool
+    head: bool = False
 
     @property
     def may_be_small(self) -> bool:
         """May a small pass be left as it is? Not if a setting asks for something else."""
-        return self.goal is None and self.hooks is None and not self.verify
+        return self.goal is None and self.hooks is None and not (self.verify or self.head)
 
     @property
     def may_be_watched(self) -> bool:
@@ -67,8 +70,12 @@ class ForwardPass:
         elif line is not NEVER_SMALL and settings.may_be_watched:
             self._watch = watched.watch_of((line, settings.goal))
         self._stack = ExitStack()
+        self._limit: limit.Limit | None = None
         of_watch = None if self._watch is None else (line, settings.goal)
-        self._following = None if settings.goal is None else Following(settings.goal, of_watch)
+        planned = settings.goal is not None and settings.goal.limit is None
+        self._following = (
+            Following(settings.goal, of_watch) if planned and settings.goal is not None else None
+        )
         self._packing: Packing | None = None
         self._recorded: RecordedPass | None = None
         self._unpack = unpack
@@ -80,6 +87,7 @@ class ForwardPass:
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
         self._nodes = 0  # of autograd, when it was opened
+        self.told: Told | None = None  # of logits that are not computed
 
     def open(self) -> None:
         """Set the hooks, unless `refusal` has a reason against it."""
@@ -88,6 +96,8 @@ class ForwardPass:
         if self.refused is not None:
             return
         self._find_unpack()
+        if self._limit_asked is not None and serves():
+            self._limit = limit.begin(self._limit_asked, self._line)
         pack, timed = self._first_hook(number), None
         if self._first is None:
             pack = self._begin()
@@ -98,6 +108,11 @@ class ForwardPass:
             timed.hooks = self._set
         elif self._first is not None:
             self._first.hooks = self._set
+        if self._settings.head:
+            self.told = Told(self._line)
+            heads = Heads(self.told, _no_head)
+            heads.open()
+            self._stack.callback(heads.close)
         self._nodes = nodes_made()
 
     def _find_unpack(self) -> None:
@@ -128,7 +143,7 @@ class ForwardPass:
         if from_here and self._watch is not None:
             self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
-            self._recorded = RecordedPass(policy, self._following, hooks, layers)
+            self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
             return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
@@ -195,6 +210,10 @@ class ForwardPass:
             self._first.forget()
 
     @property
+    def _limit_asked(self) -> int | str | None:
+        return None if self._settings.goal is None else self._settings.goal.limit
+
+    @property
     def _looking(self) -> Packing | RecordedPass | None:
         """Who looks at what is saved."""
         return self._packing or self._recorded
@@ -255,10 +274,12 @@ class ForwardPass:
         watch.plan = following.plan._replace(made_for=following.plan.made_for.without_lines())
 
     def _missed(self, plan: RebuildPlan | None) -> str | None:
-        """That the budget or the peak is out of reach, if it is."""
+        """That the budget, the peak or the limit is out of reach, if it is."""
         goal = self._settings.goal
         if goal is None or self._freed_within:
             return None
+        if goal.limit is not None:
+            return reasons.of_limit(self._limit, 0 if self._recorded is None else self._recorded.missed)
         if plan is not None:
             return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
         kept, stock = self.ledger.kept(), self.ledger.all_bytes()
@@ -313,6 +334,17 @@ def refusal() -> str | None:
         return reasons.TRANSFORMED
     if recording():  # a saved tensor that hooks have had is detached in the graph
         return reasons.TRACED
+    return reasons.HOOKS_AROUND if _others_hooks() else None
+
+
+def _no_head() -> str | None:
+    """Why logits may not wait until they are read."""
+    if _others_hooks():
+        return reasons.HEAD_IN_HOOKS
+    return reasons.HEAD_OF_UNITS if Units().exist else None
+
+
+def _others_hooks() -> bool:
+    """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    ours = top is None or top[1] in (unpack, getattr(NODES, "record_unpack", unpack))
-    return None if ours else reasons.HOOKS_AROUND
+    return top is not None and top[1] not in (unpack, getattr(NODES, "record_unpack", unpack))

@@ -28,6 +28,7 @@ class LeftPass(ForwardPass):
         self._alone, self._at, self._given = alone, place, given
         self.ledger: Ledger = given[1]
         self.refused: str | None = None
+        self.told = None
 
     def open(self) -> None:
         """Set the hook, unless there is a reason against it."""
@@ -56,6 +57,7 @@ class LeftPass(ForwardPass):
         """Remove the hook, if it is still there."""
         if self._first is None:
             return
+        assert self._set is not None
         self._set.__exit__(None, None, None)
         if self._is_other:
             super().close()

@@ -156,8 +156,10 @@ def make_lean(
     budget: float | None = None,
     overhead: float | None = None,
     peak: float | int | str | None = None,
+    limit: int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
+    head: bool = False,
 ) -> _Model:
     """Let every forward pass of `model` run in `lean` with these settings, and return the model.
 
@@ -171,10 +173,10 @@ def make_lean(
 
     Args:
         model: any model; it is changed in place.
-        recompute, budget, overhead, peak, held, verify: as in `lean`: what is rebuilt, the share of the
-            bytes to keep, the share of a step's time to spend, the peak of a step, the hooks for what
-            must be kept, and a check. What the loss allocates outside of the model's forward pass is not
-            known to a peak.
+        recompute, budget, overhead, peak, held, verify, head: as in `lean`: what is rebuilt, the share of
+            the bytes to keep, the share of a step's time to spend, the peak of a step, the hooks for what
+            must be kept, a check, and logits that are not computed. What the loss allocates outside of the
+            model's forward pass is not known to a peak.
 
     Raises: `InputError` as `lean` does; the model is unchanged then.
 
@@ -185,7 +187,7 @@ def make_lean(
     torch.float32
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
-    settings |= {"held": held, "verify": verify}
+    settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
     _checks.module(model, "make_lean")
     lean(**settings)  # raises where there are no such settings
     unmake_lean(model)

@@ -17,6 +17,7 @@ from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
 
 if TYPE_CHECKING:
+    from leannorm.saving.limit import Limit
     from leannorm.saving.plan import RebuildPlan
 
 COMPILED = (
@@ -69,9 +70,21 @@ COMPARED = (
     "this pass keeps everything, as plain PyTorch does, so that the time of a step with the plan can be"
     " compared with it: bytes are those of the pass that the plan was made of"
 )
+LIMIT_UNSEEN = (
+    "limit= was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
+    " what a process has; as little was kept as can be rebuilt; ask for a peak instead, as peak=0.8"
+)
 SUBCLASSES = (
     "tensors of a subclass were saved (such as jagged tensors): they are kept, as lean() rebuilds plain"
     " tensors and DTensors alone; checkpoint the blocks that save most of them"
+)
+HEAD_IN_HOOKS = (
+    "head=True: logits were computed as without it, since a checkpoint or other saved-tensor hooks are around"
+    " the layer, which may run it again outside of lean()"
+)
+HEAD_OF_UNITS = (
+    "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
+    " free a layer's weight before its logits are read"
 )
 # Why an operation's output is kept, as records say it
 NO_RECIPE = "lean() has no recipe for it"
@@ -231,6 +244,25 @@ def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
         f" {plan.overhead:.0%} more time; if memory runs out, ask for the peak instead, as peak=0.8 or"
         ' peak="8GiB"'
     )
+
+
+def of_limit(limit: Limit | None, least: int) -> str | None:
+    """That a limit is not kept to, if it is so. `least`: the bytes that the process takes at least, or 0."""
+    if limit is None:
+        return LIMIT_UNSEEN
+    asked = f"limit={bytes_in_words(limit.nbytes)}"
+    if limit.is_passed:
+        return (
+            f"{asked} was passed before the pass began: the process had {bytes_in_words(limit.before)}; as"
+            " little was kept as can be, and the rest of the memory is not this pass's"
+        )
+    if least:
+        return (
+            f"{asked} is out of reach: with the backward pass, the process takes about"
+            f" {bytes_in_words(least)} at least, as the rest are weights, gradients, what a single operation"
+            " needs, and what cannot be computed again"
+        )
+    return None
 
 
 def missed(share: float, planned: float, another: bool) -> str:

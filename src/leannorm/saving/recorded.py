@@ -20,6 +20,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons, rows
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
+from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, Operator
 from leannorm.saving.plan import Call, Pass
@@ -132,7 +133,12 @@ class RecordedPass:
     """One pass, from its making to `close`."""
 
     def __init__(
-        self, policy: Policy, following: Following | None, hooks: Hooks | None, layers: Layers | None
+        self,
+        policy: Policy,
+        following: Following | None,
+        hooks: Hooks | None,
+        layers: Layers | None,
+        limit: Limit | None,
     ) -> None:
         """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
@@ -153,6 +159,9 @@ class RecordedPass:
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
         )
+        if limit is not None:
+            self._pass.set_limit(limit.nbytes, limit.learned)
+        self.missed = 0  # bytes that the process takes at least, if those are more than the limit
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
@@ -169,6 +178,7 @@ class RecordedPass:
         if self._way is not None and self._way.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
+        self.missed = self._pass.missed()
         seen, recorded = self._pass.seen(), Recorded(self._pass.saved())
         self.seen = self._pass.packed()
         self.is_mostly_gone = len(recorded) < seen / 8

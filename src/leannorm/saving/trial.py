@@ -90,6 +90,7 @@ def is_settled(step: Step, tensor: Tensor, seen_as: Hashable) -> bool:
 
 
 WATCHING = {"torch.utils.flop_counter._FlopCounterMode", "torch.utils._device.DeviceContext"}
+WATCHING.add("leannorm.head.defer.Heads")
 """Modes that change no result, by the names of their classes."""
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from leannorm._errors import InputError
+from leannorm.autograd.nodes import NODES
 from leannorm.planning.loop import PLAN, Loop
-from leannorm.saving import reasons
+from leannorm.saving import limit, reasons
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.small import AllKept
 from leannorm.saving.timing import Timer
@@ -99,14 +100,8 @@ def free_bytes() -> int | None:
     if torch.cuda.is_initialized():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    in_use = 0 if NODES is None else NODES.bytes_in_use()
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
+        return limit.device_bytes(in_use) - in_use
+    except InputError:
         return None
-    try:
-        group = Path("/sys/fs/cgroup")
-        most, now = (group / name for name in ("memory.max", "memory.current"))
-        return min(free, int(most.read_text()) - int(now.read_text()))
-    except (OSError, ValueError):
-        return free

@@ -1,0 +1,102 @@
+"""Training that runs out of memory in plain PyTorch, and does not under `lean(limit="device")`.
+
+    python examples/never_out.py
+
+No data and no GPU are needed, but Linux. A small language model reads passages of Python's documentation, a few
+at a time, padded to the longest of them; now and then one is much longer than the rest. Two processes train
+the same model, and each may take the same memory more than it has at the start, as `ulimit -d` would say.
+"""
+
+import pydoc_data.topics
+import resource
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+import leannorm
+
+MEMORY = 480 * 2**20  # bytes, beyond what the process has at the start
+STEPS, BATCH, WIDTH, LAYERS = 16, 4, 192, 8
+LONGEST = 1400  # bytes of text
+
+
+class Model(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.places = nn.Embedding(LONGEST, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, text):
+        x = self.bytes(text) + self.places(torch.arange(text.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
+        return self.head(self.blocks(x, mask=mask, is_causal=True))
+
+
+def batches():
+    """Passages in an order of chance, which is the same in both processes."""
+    passages = [text.encode()[:LONGEST] for text in pydoc_data.topics.topics.values()]
+    order = torch.randperm(len(passages), generator=torch.Generator().manual_seed(0)).tolist()
+    assert STEPS * BATCH <= len(passages)
+    for step in range(STEPS):
+        taken = [torch.tensor(list(passages[i])) for i in order[step * BATCH :][:BATCH]]
+        short = [text[: 200 + 25 * step] for text in taken]
+        is_long = step % 8 == 5
+        yield nn.utils.rnn.pad_sequence(taken if is_long else short, batch_first=True)
+
+
+def train(context):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step, text in enumerate(batches()):
+        try:
+            with context() as saved:
+                logits = model(text[:, :-1])
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            loss.backward()
+        except RuntimeError as error:
+            print(f"out of memory in step {step}, a batch of {tuple(text.shape)}: {str(error)[-60:]}")
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+        again = "" if saved is None else f", {saved.rebuilt_bytes / 2**20:.0f} MiB computed again"
+        print(f"step {step}, a batch of {tuple(text.shape)}: loss {loss.item():.6f}{again}", flush=True)
+    print(f"all {STEPS} steps", flush=True)
+
+
+def in_a_process(which):
+    """Its lines."""
+    ran = subprocess.run([sys.executable, __file__, which], capture_output=True, text=True, check=True)
+    return ran.stdout.splitlines()
+
+
+def main():
+    plain, ours = in_a_process("plain"), in_a_process("lean")
+    print(f"{MEMORY / 2**20:.0f} MiB, {STEPS} steps")
+    print("plain PyTorch:", plain[-1])
+    print('lean(limit="device"):', ours[-1])
+    again = [line.rpartition(", ")[2] for line in ours[:-1]]
+    print("computed again:", sum(not line.startswith("0 MiB") for line in again), "of", len(again), "steps")
+    losses = [[line.split("loss ")[1].split(",")[0] for line in lines[:-1]] for lines in (plain, ours)]
+    same = all(a == b for a, b in zip(*losses, strict=False))
+    print(f"the losses of the first {len(losses[0])} steps are", "the same" if same else "not the same")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
+    else:
+        data = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+        most = int(data.split()[1]) * 1024 + MEMORY
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        train(nullcontext if sys.argv[1] == "plain" else lambda: leannorm.lean(limit="device"))

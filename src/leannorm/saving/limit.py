@@ -1,0 +1,130 @@
+"""`limit=`: the memory that the process may have, what it has, and what passes leave to the next ones.
+
+What is dropped, and when, is decided in C++ (csrc/nodes/record/limit.h).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from leannorm._errors import InputError
+from leannorm._report import bytes_in_words
+from leannorm.autograd.nodes import NODES
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 2**60  # bytes: systems write a larger number where nothing is limited
+_MAX_PLACES = 256
+
+_LEARNED: dict[Hashable, Any] = {}  # by the line that opens a pass
+
+
+class Limit(NamedTuple):
+    """Of one pass. `learned`: what passes at its place have learned, in C++; `before`: bytes when it began."""
+
+    nbytes: int
+    learned: Any
+    before: int
+
+    @property
+    def is_passed(self) -> bool:
+        """Had the process more before the pass?"""
+        return self.before > self.nbytes
+
+
+def begin(asked: int | str, line: Hashable) -> Limit | None:
+    """The limit of a pass that begins now. None: nobody says here what the process has.
+
+    Raises: `InputError` where the first pass of a line cannot be within it, whatever is dropped.
+    """
+    before = 0 if NODES is None else NODES.bytes_in_use()
+    if not before:
+        return None
+    nbytes = device_bytes(before) if isinstance(asked, str) else asked
+    learned = _LEARNED.get(line)
+    if learned is None:
+        if before > nbytes:
+            raise InputError(
+                "limit is the memory of the whole process, weights, optimizer and libraries included; it has"
+                f" {bytes_in_words(before)} before the forward pass; got limit={bytes_in_words(nbytes)}"
+            )
+        if len(_LEARNED) >= _MAX_PLACES:
+            _LEARNED.clear()
+        learned = _LEARNED[line] = NODES.Learned()
+    return Limit(nbytes, learned, before)
+
+
+def device_bytes(in_use: int) -> int:
+    """The most that this process, which has `in_use` bytes, may have here.
+
+    That is what the machine has left, or less where the process's control group or `ulimit` says so. Of
+    several processes that one launcher started on this machine, each may have an equal share.
+    """
+    found = [*_of_machine(in_use), *_of_groups(), *_of_process(in_use)]
+    if not found:
+        raise InputError(
+            'limit="device" needs a system that says how much memory there is, as Linux does; write the bytes'
+            ' instead, as limit="8GiB"'
+        )
+    return min(found)
+
+
+def _of_machine(in_use: int) -> Iterator[int]:
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    figures = dict(_lines("/proc/meminfo"))
+    if "MemTotal" in figures:
+        yield min(figures["MemTotal"] // ranks, in_use + figures.get("MemAvailable", figures["MemTotal"]))
+
+
+def _of_groups() -> Iterator[int]:
+    """The limits of the control groups that this process is in, of both versions."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, name = (_CGROUPS, "memory.max") if not controllers else (_CGROUPS / "memory", _LIMIT_OF_V1)
+        group = root / path.lstrip("/")
+        for at in (group, *group.parents):
+            if at == root.parent:
+                break
+            try:
+                limit = (at / name).read_text().strip()
+            except OSError:
+                continue
+            if limit.isdigit() and int(limit) < _UNLIMITED:
+                yield int(limit)
+
+
+_LIMIT_OF_V1 = "memory.limit_in_bytes"
+
+
+def _of_process(in_use: int) -> Iterator[int]:
+    """What `ulimit -v` and `ulimit -d` leave."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    figures = dict(_lines("/proc/self/status"))
+    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY and name in figures:
+            yield max(in_use + soft - figures[name], 0)
+
+
+def _lines(path: str) -> Iterator[tuple[str, int]]:
+    """The figures of a file of lines `Name:   123 kB`, in bytes."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return
+    for line in text.splitlines():
+        name, _, figure = line.partition(":")
+        parts = figure.split()
+        if len(parts) == 2 and parts[1] == "kB":
+            yield name, int(parts[0]) * 1024
