@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+from lean_cases import IMAGE, IMAGES, SEQUENCES, TOKENS, without_nodes
 from torch import nn
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.planning import loop as loops
 from leannorm.planning.loop import PLAIN, PLAN, Loop
 from leannorm.saving import rates, reasons, timing, watched
 
@@ -27,12 +27,14 @@ def measuring(monkeypatch):
     monkeypatch.setattr(watched, "free_bytes", lambda: 1 << 40)
 
 
-@pytest.fixture(params=["recorded", "searched"])
+@pytest.fixture(params=["recorded", "searched", "wheel"])
 def both(request, monkeypatch):
-    """By the log of operators, and by the nodes, as on a GPU and in a wheel."""
-    if request.param == "recorded" and NODES is None:
-        pytest.skip("the log is C++")
+    """By the log of operators; by autograd's nodes, as on a GPU; and without the C++ nodes."""
+    if request.param != "wheel" and NODES is None:
+        pytest.skip("the nodes are C++")
     monkeypatch.setenv("LEANNORM_RECORD", str(int(request.param == "recorded")))
+    if request.param == "wheel":
+        without_nodes(monkeypatch)
 
 
 class Clock:
@@ -41,97 +43,6 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(timing, "clock", lambda: self.now)
-
-
-# ---------------------------------------------------------------- which overhead to plan for
-
-FINE = [0.004 * i for i in range(1, 150)]
-
-
-def ends_at(asked, factor, of_hooks=0.0, noise=0.02, seed=0, rungs=FINE, loop=None):
-    """The overhead that is taken when the loop has ended, where each planned second takes `factor`."""
-    source = random.Random(seed)
-    if loop is None:
-        loop = Loop(asked)
-        loop.take(rungs, asked)
-    passes = 0
-    while loop.is_measuring and passes < 4000:
-        kind = loop.next()
-        passes += 1
-        taken = 1.0 + (of_hooks + factor * loop.at if kind == PLAN else 0.0)
-        busy = source.uniform(1.5, 4.0) if source.random() < 0.1 else 1.0
-        if loop.is_timed:
-            loop.note(kind, taken * busy * (1 + abs(source.gauss(0, noise))), loop.at)
-    return (0.0 if loop.is_off else of_hooks + factor * loop.at), loop
-
-
-@pytest.mark.parametrize("asked", [0.05, 0.1, 0.2, 0.3])
-@pytest.mark.parametrize("factor", [0.2, 0.5, 1.0, 2.0, 5.0])
-@pytest.mark.parametrize("of_hooks", [0.0, 0.02])
-def test_what_is_taken_is_what_was_asked(asked, factor, of_hooks):
-    for seed in range(8):
-        taken, loop = ends_at(asked, factor, of_hooks, seed=seed)
-        least_more = 0.004 * factor
-        within = abs(taken - asked) <= 0.03
-        assert within or asked - least_more <= taken <= asked or loop.at == FINE[-1], (taken, loop.__dict__)
-        assert abs(loop.measured - taken) <= 0.03 or loop.is_off
-
-
-def test_where_the_line_has_few_points_the_last_below_is_taken():
-    for seed in range(8):
-        taken, _ = ends_at(0.1, 1.0, rungs=[0.02, 0.05, 0.3, 0.6], seed=seed)
-        assert taken == 0.05
-
-
-def test_where_hooks_alone_take_more_every_pass_is_plain_and_it_is_tried_again():
-    taken, loop = ends_at(0.1, 1.0, of_hooks=0.4)
-    assert taken == 0.0
-    assert loop.is_off
-    assert loop.measured == pytest.approx(0.4, abs=0.03)
-    assert [loop.next() for _ in range(loops.AGAIN - 1)] == [PLAIN] * (loops.AGAIN - 1)
-    assert loop.next() == PLAN
-    taken, loop = ends_at(0.1, 1.0, loop=loop)  # meanwhile the machine was busy, and it is not now
-    assert taken == pytest.approx(0.1, abs=0.03)
-
-
-def test_it_is_measured_again_and_follows_what_has_changed():
-    taken, loop = ends_at(0.2, 1.0)
-    assert [loop.next() for _ in range(loops.AGAIN - 1)] == [PLAN] * (loops.AGAIN - 1)
-    loop.next()
-    taken, loop = ends_at(0.2, 3.0, loop=loop)
-    assert taken == pytest.approx(0.2, abs=0.03)
-
-
-def test_one_busy_measurement_decides_nothing():
-    """The first steps of the plan take ten times as long."""
-    loop = Loop(0.1)
-    loop.take(FINE, 0.1)
-    turn = 0
-    while loop.is_measuring and turn < 500:
-        kind = loop.next()
-        turn += 1
-        taken = 1.0 + (loop.at if kind == PLAN else 0.0)
-        if loop.is_timed:
-            loop.note(kind, taken * (10 if turn < 8 else 1), loop.at)
-    assert loop.at == pytest.approx(0.1, abs=0.03)
-    assert not loop.is_off
-
-
-def test_passes_that_are_never_timed_stay_as_planned():
-    loop = Loop(0.1)
-    loop.take(FINE, 0.1)
-    assert {loop.next() for _ in range(loops._IDLE)} == {PLAN, PLAIN}
-    assert {loop.next() for _ in range(500)} == {PLAN}
-    assert loop.measured is None
-
-
-def test_where_nothing_can_be_rebuilt_every_pass_is_plain():
-    loop = Loop(0.1)
-    loop.take([0.0], 0.0)
-    assert {loop.next() for _ in range(20)} == {PLAIN}
-
-
-# ---------------------------------------------------------------- passes
 
 
 def network(width=48, blocks=6):
@@ -254,6 +165,74 @@ def test_a_plain_pass_is_run_only_where_there_is_memory_for_it(monkeypatch):
         loss.backward()
         assert saved.rebuilt_bytes > 0
     assert any("planned by prices and not measured" in reason for reason in saved.reasons)
+
+
+NETWORKS = {
+    **{name: (IMAGES[name], IMAGE) for name in ("silu", "residual, in place", "dense block", "group norm")},
+    **{name: (SEQUENCES[name], TOKENS) for name in ("attention", "transformer", "three readers", "rms norm")},
+}
+
+
+@pytest.mark.usefixtures("both")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_are_plain_pytorchs_in_each_pass(monkeypatch, name):
+    """Whichever it is: one that follows the plan, a plain one, or one of another plan."""
+    clock, (make, shape) = Clock(monkeypatch), NETWORKS[name]
+    model, kinds = make(), set()
+    for turn in range(20):
+        x, state, found = torch.randn(shape), torch.get_rng_state(), []
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        for lean_here in (False, True):
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            torch.set_rng_state(state)
+            model.zero_grad()
+            if lean_here:
+                with lean(overhead=0.3) as saved:
+                    loss = model(x).square().mean()
+                clock.now += 1.0 + 0.2 * (saved.rebuilt_bytes > 0)
+                kinds.add(saved.rebuilt_bytes > 0)
+            else:
+                loss = model(x).square().mean()
+            loss.backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        assert all(map(torch.equal, *found)), turn
+    assert kinds == {False, True}
+
+
+class Event:
+    """As CUDA's, of a GPU that is some steps behind."""
+
+    done: float = 0.0
+
+    def __init__(self, at):
+        self.at = at
+
+    def query(self):
+        return self.at <= Event.done
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+
+def test_on_a_gpu_events_are_read_once_it_has_passed_them(monkeypatch):
+    clock, told = Clock(monkeypatch), []
+    monkeypatch.setattr(timing.Timer, "_event", staticmethod(lambda: Event(clock.now)))
+    monkeypatch.setattr(
+        Loop, "note", lambda loop, kind, seconds, at: told.append((kind, round(seconds * size, 6)))
+    )
+    model, x, lasted, size = network(), torch.randn(256, 48), [], 256 * 48 * 4
+    for turn in range(40):
+        with lean(overhead=0.3):
+            loss = model(x).sum()
+        clock.now += 1 + turn / 100
+        loss.backward()
+        lasted.append(round(1 + turn / 100, 6))
+        Event.done = clock.now - 2.5
+    assert len(told) > 25
+    assert all(seconds in lasted for _, seconds in told)
+    assert [seconds for _, seconds in told] == sorted(seconds for _, seconds in told)
+    assert {kind for kind, _ in told} == {PLAIN, PLAN}
 
 
 def test_a_time_in_which_another_pass_was_opened_does_not_count(monkeypatch):
