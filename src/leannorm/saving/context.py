@@ -127,17 +127,24 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     ) -> None:
         if callable(recompute):
             raise _not_a_setting(recompute)
-        asked = goal(recompute, budget, overhead, peak, limit)
-        planned = asked.worth is None
-        policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
-        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
-        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
-        self._settings = Settings(
-            policy, asked if planned else None, None if held is None else hooks_of(held), verify, bool(head)
-        )
+        is_named = not (verify or head) and (budget, overhead, peak, limit, held) == _NOTHING
+        known = _NAMED.get(recompute) if is_named and type(recompute) is str else None
+        if known is not None:  # each step of a training loop makes one of these
+            self._arguments: dict[str, Any] = known[0]
+            self._settings: Settings = known[1]
+        else:
+            asked = goal(recompute, budget, overhead, peak, limit)
+            planned = asked.worth is None
+            policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
+            shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
+            self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
+            hooks = None if held is None else hooks_of(held)
+            self._settings = Settings(policy, asked if planned else None, hooks, verify, bool(head))
+            if is_named:
+                _NAMED[recompute] = self._arguments, self._settings
         self._told: list[Told] = []
         self._open: list[tuple[int, ForwardPass]] = []  # with the thread of each
-        self._ledger = Ledger()
+        self._ledger = _NO_LEDGER
         self.place: Hashable = None
         self.plan: RebuildPlan | None = None
         self._reasons: list[str] = []
@@ -171,6 +178,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return  # entered while a compiler traced
         self._open.remove(mine[-1])
         passed = mine[-1][1]
+        if (why := passed.left()) is not None:
+            self._reasons += [] if error is not None or why in self._reasons else [why]
+            return
         try:
             passed.close()
             if error is None:
@@ -248,6 +258,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         return f"<div>{escape(repr(self))}</div>"
 
 
+_NOTHING = (None,) * 5
+_NAMED: dict[str, tuple[dict[str, Any], Settings]] = {}  # of those that `recompute` alone says
+_NO_LEDGER = Ledger()  # before the first pass
 _NO_FRAMES = frozenset[int]()
 
 

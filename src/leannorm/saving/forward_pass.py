@@ -218,6 +218,10 @@ class ForwardPass:
         """Who looks at what is saved."""
         return self._packing or self._recorded
 
+    def left(self) -> str | None:
+        """End a pass that was left alone in one step: returns why, or None where more is to be done."""
+        return None
+
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         looking, following = self._looking, self._following

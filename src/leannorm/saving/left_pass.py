@@ -49,6 +49,17 @@ class LeftPass(ForwardPass):
         self._find_unpack()
         return super()._look_from_here()
 
+    def left(self) -> str | None:
+        """All of the below at once, of a pass that was like the last one; None of any other."""
+        first, alone = self._first, self._alone
+        if first is None or first.is_other or not (first.is_over and first.kept):
+            return None
+        if alone.is_other(nodes_made() - self._nodes):
+            small.note(self._at, None)
+        self.ledger.add(alone.seen.rows)
+        first.forget()
+        return reasons.SMALL
+
     @property
     def _is_other(self) -> bool:
         return self._first is not None and self._first.is_other

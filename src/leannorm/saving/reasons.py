@@ -312,8 +312,10 @@ _IN_ORDER = {SMALL, COMPARED, STRAYED, BACKWARD_WITHIN}  # they need no action
 
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
+    if reason in _IN_ORDER or reason.startswith("overhead="):
+        return
     cause = reason.split(":")[0]
-    if cause not in _WARNED and reason not in _IN_ORDER and not reason.startswith("overhead="):
+    if cause not in _WARNED:
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)
 

@@ -130,20 +130,24 @@ class FirstTensor:
     @left_to_python
     def pack(self, tensor: Tensor) -> Any:
         """The tensor, detached, and its version."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            return self._pack(tensor, tensor.nbytes)
         with as_plain(tensor):
-            kept = kept_of(tensor)
-            if self.is_over or get_ident() != self._thread:
-                return kept
-            timer, self._timer = self._timer, None
-            is_data = not is_parameter(tensor)
-            if is_data:
-                self.kept.append(kept)
-            if is_data or self._most < 0:
-                self._decide(tensor, timer)
-            return kept if timer is None else (*kept, timer)
+            return self._pack(tensor, nbytes_of(tensor))
 
-    def _decide(self, tensor: Tensor, timer: Timer | None) -> None:
-        nbytes = nbytes_of(tensor)
+    def _pack(self, tensor: Tensor, nbytes: int) -> Kept:
+        kept = kept_of(tensor)
+        if self.is_over or get_ident() != self._thread:
+            return kept
+        timer, self._timer = self._timer, None
+        is_data = not is_parameter(tensor)
+        if is_data:
+            self.kept.append(kept)
+        if is_data or self._most < 0:
+            self._decide(nbytes, timer)
+        return kept if timer is None else (*kept, timer)
+
+    def _decide(self, nbytes: int, timer: Timer | None) -> None:
         if timer is not None:
             timer.size = nbytes
         if self._least <= nbytes <= self._most:
