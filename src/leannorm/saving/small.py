@@ -117,6 +117,7 @@ class FirstTensor:
         could not be set."""
         self._least, self._most, self._look, self._timer = least, most, look, timer
         self._thread = get_ident()
+        self._is_timed = timer is not None  # until the first tensor is packed
         self.hooks: PassHooks | None = None
         self.is_other = False  # is the pass looked at, since it is none of those that are left alone?
         self.is_over = False  # has this hook gone, or the pass been closed?
@@ -139,17 +140,17 @@ class FirstTensor:
         kept = kept_of(tensor)
         if self.is_over or get_ident() != self._thread:
             return kept
-        timer, self._timer = self._timer, None
         is_data = not is_parameter(tensor)
         if is_data:
             self.kept.append(kept)
         if is_data or self._most < 0:
-            self._decide(nbytes, timer)
+            self._decide(nbytes)
+        timer, self._is_timed = self._timer if self._is_timed else None, False
         return kept if timer is None else (*kept, timer)
 
-    def _decide(self, nbytes: int, timer: Timer | None) -> None:
-        if timer is not None:
-            timer.size = nbytes
+    def _decide(self, nbytes: int) -> None:
+        if self._timer is not None:
+            self._timer.size = nbytes
         if self._least <= nbytes <= self._most:
             self.is_over = self.hooks is not None and self.hooks.remove()
         else:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from leannorm.saving.evidence import is_parameter
+
 clock = perf_counter
 _opened = 0  # passes of this process
 
@@ -88,7 +90,7 @@ class TimedPack:
 
     def __call__(self, tensor: Any) -> Any:
         packed, timer = self._pack(tensor), self._timer
-        if not tensor.requires_grad or tensor.grad_fn is not None:  # no parameter: its size is a pass's
+        if not is_parameter(tensor):
             timer.size = tensor.nbytes
             self.hooks.replace(lambda: (self._pack, self._unpack))
         if not self._is_first:

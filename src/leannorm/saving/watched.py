@@ -78,7 +78,8 @@ class Watch:
 
 
 def _note(loop: Loop, kind: str, at: float, timer: Timer, seconds: float) -> None:
-    loop.note(kind, seconds / max(timer.size, 1), at)
+    if timer.size:
+        loop.note(kind, seconds / timer.size, at)
 
 
 _WATCHED: dict[Hashable, Watch] = {}
