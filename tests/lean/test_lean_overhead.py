@@ -284,6 +284,22 @@ def test_sizes_that_take_turns_are_exact_and_have_plans(monkeypatch):
         assert all(torch.equal(p.grad, s) for p, s in zip(model.parameters(), stock, strict=True))
 
 
+@pytest.mark.usefixtures("both")
+def test_passes_without_gradients_are_none_of_those_that_are_measured(monkeypatch):
+    clock, model, x, plain = Clock(monkeypatch), network(), torch.randn(256, 48), []
+    for turn in range(32):
+        with torch.set_grad_enabled(turn % 2 == 0), lean(overhead=0.3) as saved:
+            loss = model(x).sum()
+        clock.now += 1
+        plain.append(reasons.COMPARED in saved.reasons)
+        if turn % 2 == 0:
+            loss.backward()
+        else:
+            assert not saved.records
+            assert not saved.reasons
+    assert any(plain[::2])
+
+
 def test_backward_twice_or_never_is_no_error(monkeypatch):
     Clock(monkeypatch)
     model, x = network(), torch.randn(256, 48)

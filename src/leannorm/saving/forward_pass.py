@@ -15,7 +15,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
-from leannorm.planning.loop import PLAIN, PLAN
+from leannorm.planning.loop import PLAIN
 from leannorm.saving import limit, memo, packing, reasons, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
@@ -82,6 +82,7 @@ class ForwardPass:
         self._hook: Any = None
         self._first: FirstTensor | None = None
         self._timer: Timer | None = None
+        self._is_plain = False  # to be compared with passes that follow the plan
         self.refused: str | None = None  # why no hooks were set
         self._freed_within = False  # did a backward pass run before this one closed?
         self._of_plans: str | None = None
@@ -122,10 +123,10 @@ class ForwardPass:
     def _first_hook(self, number: int) -> Any:
         """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
         least, most = 0.0, -1.0
-        kind = PLAN if self._watch is None else self._watch.next()
-        if self._watch is not None:
-            self._timer = self._watch.timer(number, kind)
-        if kind == PLAIN and self._watch is not None:
+        if self._watch is not None and torch.is_grad_enabled():
+            kind = self._watch.next()
+            self._timer, self._is_plain = self._watch.timer(number, kind), kind == PLAIN
+        if self._is_plain and self._watch is not None:
             least, most = self._watch.bounds()
         elif torch.is_grad_enabled():
             return None
@@ -140,7 +141,7 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
-        if from_here and self._watch is not None:
+        if from_here and self._is_plain:
             self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
             self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
@@ -317,7 +318,7 @@ class ForwardPass:
             whole += self._nothing_saved()
         if self._watch is not None:
             whole += self._watch.reasons()
-            if self._is_left and not self._watch.is_off:
+            if self._is_left and self._is_plain and not self._watch.is_off:
                 whole.append(reasons.COMPARED)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
