@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import compile_options
 from leannorm.planning.goal import Goal
-from leannorm.saving import lean, rates, reasons
+from leannorm.saving import lean, rates
 from leannorm.saving.plan import plan
 
 CPU = torch.device("cpu")
@@ -222,31 +222,6 @@ class Run:
             loss = self.model(self.x).square().mean()
         loss.backward()
         return [p.grad for p in self.model.parameters()]
-
-
-def test_where_the_hooks_cost_more_nothing_is_looked_at_from_the_second_pass_on(file, monkeypatch):
-    monkeypatch.setattr(rates, "measure", lambda device: FOUND._replace(hold=1.0))
-    run, saved = Run(), lean(overhead=0.1)
-    stock = run.step(torch.enable_grad())
-    for turn in range(3):
-        assert all(map(torch.equal, run.step(saved), stock))
-        assert (saved.rebuilt_bytes == 0) == (turn > 0)
-        assert "overhead" in saved.reasons[0]
-    assert {record.node for record in saved.records} == {""}  # held as it is
-    run.x = torch.cat([run.x] * 3)  # three times the bytes: looked at again
-    run.step(saved)
-    assert saved.rebuilt_bytes > 0
-
-
-def test_where_all_tensors_are_tiny_nothing_is_looked_at_from_the_second_pass_on():
-    run = Run()
-    run.model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
-    run.x, saved = torch.randn(32, 8), lean(overhead=0.05)
-    stock = run.step(torch.enable_grad())
-    for turn in range(3):
-        assert all(map(torch.equal, run.step(saved), stock))
-        assert ({record.node for record in saved.records} == {""}) == (turn > 0)  # held as it is
-        assert (reasons.DEAR in saved.reasons) == (turn > 0)
 
 
 def test_more_time_never_keeps_more_and_the_hooks_are_counted(file, monkeypatch):

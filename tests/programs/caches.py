@@ -9,14 +9,15 @@ import contextlib
 import itertools
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import leaves, memo, plans, small, trial
+from leannorm.saving import leaves, memo, plans, small, trial, watched
 
 
 def forget():
     """As in a fresh process."""
     trial._SEEN.clear()
     plans._KNOWN.clear()
-    small._STAYED_SMALL.clear()
+    watched._WATCHED.clear()
+    small._LEFT_ALONE.clear()
     small.SMALL = -1  # but where a program asks for it
     leaves.Leaves._asked_at.clear()
     memo.forget()

@@ -60,6 +60,11 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
     return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, leanest.held, True)
 
 
+def by_overhead(lines: Lines) -> list[Outcome]:
+    """The points for all overheads; the first is what happens without a plan."""
+    return _freeing([*lines.by_held, *lines.beyond])
+
+
 def _freeing(line: list[Outcome]) -> list[Outcome]:
     """The points that leave more room than the one before, which is stock at first: fewer bytes are held, and
     the peak rises by no more than those."""

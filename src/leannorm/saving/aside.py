@@ -36,7 +36,7 @@ class PassHooks:
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self._hooks = pack, unpack
-        self.stepped_aside = False
+        self.stepped_aside = self._is_gone = False
 
     def __enter__(self) -> PassHooks:
         _count(1)
@@ -47,11 +47,23 @@ class PassHooks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._is_gone:
+            return
         _count(-1)
         _thread.open.remove(self)
         if not _thread.aside:
             self._take_away()
         _thread.aside = _thread.aside and bool(_thread.open)
+
+    def remove(self) -> bool:
+        """Take these hooks away before the context ends, where `replace` could replace the first."""
+        if not (self in _thread.open and self._is_on_top()):
+            return False
+        _count(-1)
+        _thread.open.remove(self)
+        _autograd._pop_saved_tensors_default_hooks()
+        self._is_gone = True
+        return True
 
     def _take_away(self) -> None:
         """These hooks, and no others: of tasks that take turns in one thread, the first to end may lie below
@@ -65,14 +77,14 @@ class PassHooks:
         for hooks in reversed(above):
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
-    def replace(self, make: Callable[[], Callable[[Tensor], Any]]) -> bool:
-        """Another first hook, from the next tensor on, if these hooks are this thread's and lie on top. For
-        the first hook itself, which torch calls where it does."""
+    def replace(self, make: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]]) -> bool:
+        """Other hooks, from the next tensor on, if these hooks are this thread's and lie on top. For the
+        first hook itself, which torch calls where it does."""
         if not (self in _thread.open and self._is_on_top()):
             return False
-        pack = make()
+        hooks = make()
         _autograd._pop_saved_tensors_default_hooks()
-        self._hooks = pack, self._hooks[1]
+        self._hooks = hooks
         self._set()
         return True
 

@@ -25,6 +25,7 @@ from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
+from leannorm.saving.left_pass import pass_at
 from leannorm.saving.moved import hooks_of
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM
@@ -53,8 +54,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
             equal plans.
         overhead: in place of `budget`, the share of a step's time that `lean` may cost, 0 or more:
-            rebuilds and its own looking at tensors, by rates measured once on this device. As few bytes are
-            kept as that time allows, where the peak rises by no more bytes than are kept less.
+            rebuilds and its own looking at tensors. As few bytes are kept as that time allows, where the
+            peak rises by no more bytes than are kept less. The first plan is made by rates of this device;
+            then steps are timed, alternating with plain ones, and the plan is corrected.
         peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
             plain PyTorch's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step
             allocates: what it saves, gradients, of weights too, what operations need; not what is there
@@ -77,7 +79,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     plain PyTorch bit for bit: each kind of step is tried once on the spot, and what does not come out equal
     is kept.
 
-    Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
+    Passes of which a rebuild frees less than 4 MiB are left as they are from their second time at a place on,
     unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
@@ -125,17 +127,24 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     ) -> None:
         if callable(recompute):
             raise _not_a_setting(recompute)
-        asked = goal(recompute, budget, overhead, peak, limit)
-        planned = asked.worth is None
-        policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
-        shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
-        self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
-        self._settings = Settings(
-            policy, asked if planned else None, None if held is None else hooks_of(held), verify, bool(head)
-        )
+        is_named = not (verify or head) and (budget, overhead, peak, limit, held) == _NOTHING
+        known = _NAMED.get(recompute) if is_named and type(recompute) is str else None
+        if known is not None:  # each step of a training loop makes one of these
+            self._arguments: dict[str, Any] = known[0]
+            self._settings: Settings = known[1]
+        else:
+            asked = goal(recompute, budget, overhead, peak, limit)
+            planned = asked.worth is None
+            policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
+            shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
+            self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
+            hooks = None if held is None else hooks_of(held)
+            self._settings = Settings(policy, asked if planned else None, hooks, verify, bool(head))
+            if is_named:
+                _NAMED[recompute] = self._arguments, self._settings
         self._told: list[Told] = []
         self._open: list[tuple[int, ForwardPass]] = []  # with the thread of each
-        self._ledger = Ledger()
+        self._ledger = _NO_LEDGER
         self.place: Hashable = None
         self.plan: RebuildPlan | None = None
         self._reasons: list[str] = []
@@ -146,17 +155,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if traced():
             self._reasons = [reasons.COMPILED]
             return self
-        mine = self._opened_here()
+        mine = self._opened_here() if self._open else None
         if not mine:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
-        frame: FrameType | None = sys._getframe(1)
-        assert frame is not None
-        place, around = place_of(frame) if self.place is None else self.place, set[int]()
-        while frame is not None and self._settings.goal is not None:  # a plan looks at variables
-            around.add(id(frame))
-            frame = frame.f_back
-        ledger = mine[0][1].ledger if mine else self._ledger
-        passed = ForwardPass(self._settings, ledger, place, frozenset(around))
+        frame = sys._getframe(1)
+        place = place_of(frame) if self.place is None else self.place
+        planned = self._settings.goal is not None  # a plan looks at variables
+        around = _frames_from(frame) if planned else _NO_FRAMES
+        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place, around)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
@@ -172,6 +178,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return  # entered while a compiler traced
         self._open.remove(mine[-1])
         passed = mine[-1][1]
+        if (why := passed.left()) is not None:
+            self._reasons += [] if error is not None or why in self._reasons else [why]
+            return
         try:
             passed.close()
             if error is None:
@@ -220,10 +229,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             else "no tensor saved"
         ]
         if self.plan is not None:
-            told.append(
-                f"plan: {self.plan.ratio:.2f} of the bytes and {self.plan.peak_ratio:.2f} of the peak at"
-                f" {1 + self.plan.overhead:.2f} of its time"
-            )
+            told.append(f"plan: {self.plan.in_words()}")
         return f"lean({'; '.join(told + self.reasons)})"
 
     @property
@@ -250,6 +256,21 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     def _repr_html_(self) -> str:
         return f"<div>{escape(repr(self))}</div>"
+
+
+_NOTHING = (None,) * 5
+_NAMED: dict[str, tuple[dict[str, Any], Settings]] = {}  # of those that `recompute` alone says
+_NO_LEDGER = Ledger()  # before the first pass
+_NO_FRAMES = frozenset[int]()
+
+
+def _frames_from(frame: FrameType | None) -> frozenset[int]:
+    """The `id`s of this function's frame and of those around it."""
+    around = set[int]()
+    while frame is not None:
+        around.add(id(frame))
+        frame = frame.f_back
+    return frozenset(around)
 
 
 def _not_a_setting(given: object) -> InputError:

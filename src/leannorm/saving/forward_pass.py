@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
-from leannorm.saving import limit, memo, packing, reasons, small
+from leannorm.planning.loop import PLAIN
+from leannorm.saving import limit, memo, packing, reasons, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -24,10 +25,12 @@ from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded import RecordedPass, serves
-from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
+from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
+from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
+from leannorm.saving.watched import Watch
 
 _NEARLY = 1.01
 
@@ -44,11 +47,11 @@ class Settings(NamedTuple):
     @property
     def may_be_small(self) -> bool:
         """May a small pass be left as it is? Not if a setting asks for something else."""
-        return self.goal is None and self.hooks is None and not self.verify
+        return self.goal is None and self.hooks is None and not (self.verify or self.head)
 
     @property
-    def may_be_dear(self) -> bool:
-        """May the hooks alone take more time than was allowed?"""
+    def may_be_watched(self) -> bool:
+        """Was time asked for that a step, as it is, may take?"""
         return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
 
 
@@ -61,46 +64,74 @@ class ForwardPass:
     ) -> None:
         self._settings, self.ledger, self._frames_around, self._line = settings, ledger, frames_around, line
         self._place: Hashable = None  # of passes that may be small
-        if settings.may_be_small and line is not NEVER_SMALL:
+        self._watch: Watch | None = None  # of passes whose time was asked for
+        if line is not NEVER_SMALL and settings.may_be_small:
             self._place = line, settings.policy
-        elif settings.may_be_dear:
-            self._place = line, settings.goal
+        elif line is not NEVER_SMALL and settings.may_be_watched:
+            self._watch = watched.watch_of((line, settings.goal))
         self._stack = ExitStack()
         self._limit: limit.Limit | None = None
+        of_watch = None if self._watch is None else (line, settings.goal)
         planned = settings.goal is not None and settings.goal.limit is None
-        self._following = Following(settings.goal) if planned and settings.goal is not None else None
+        self._following = (
+            Following(settings.goal, of_watch) if planned and settings.goal is not None else None
+        )
         self._packing: Packing | None = None
         self._recorded: RecordedPass | None = None
         self._unpack = unpack
         self._hook: Any = None
-        self._small: SmallPass | None = None
+        self._first: FirstTensor | None = None
+        self._timer: Timer | None = None
+        self._is_plain = False  # to be compared with passes that follow the plan
         self.refused: str | None = None  # why no hooks were set
         self._freed_within = False  # did a backward pass run before this one closed?
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
+        self._nodes = 0  # of autograd, when it was opened
         self.told: Told | None = None  # of logits that are not computed
 
     def open(self) -> None:
-        """Set the hooks, unless `_refusal` has a reason against it."""
-        self.refused = _refusal()
+        """Set the hooks, unless `refusal` has a reason against it."""
+        number = timing.opened()
+        self.refused = refusal()
         if self.refused is not None:
             return
+        self._find_unpack()
         if self._limit_asked is not None and serves():
             self._limit = limit.begin(self._limit_asked, self._line)
-        most = None if self._place is None else was_small(self._place)
-        if most is None and not torch.is_grad_enabled():
-            most = -1  # the search begins with the first tensor that is saved, if any is
-        if most is not None:
-            self._small = SmallPass(self._search_from_here, most)
-        if serves():
-            self._unpack = NODES.record_unpack
-        pack = self._begin() if self._small is None else self._small.pack
+        pack, timed = self._first_hook(number), None
+        if self._first is None:
+            pack = self._begin()
+            if self._timer is not None and self._recorded is not None:
+                pack = timed = TimedPack(pack, self._unpack, self._timer)
         self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
+        if timed is not None:
+            timed.hooks = self._set
+        elif self._first is not None:
+            self._first.hooks = self._set
         if self._settings.head:
             self.told = Told(self._line)
             heads = Heads(self.told, _no_head)
             heads.open()
             self._stack.callback(heads.close)
+        self._nodes = nodes_made()
+
+    def _find_unpack(self) -> None:
+        if serves():
+            self._unpack = NODES.record_unpack
+
+    def _first_hook(self, number: int) -> Any:
+        """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
+        least, most = 0.0, -1.0
+        if self._watch is not None and torch.is_grad_enabled():
+            kind = self._watch.next()
+            self._timer, self._is_plain = self._watch.timer(number, kind), kind == PLAIN
+        if self._is_plain and self._watch is not None:
+            least, most = self._watch.bounds()
+        elif torch.is_grad_enabled():
+            return None
+        self._first = FirstTensor(self._look_from_here, least, most, self._timer)
+        return self._first.pack
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
@@ -110,6 +141,8 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
+        if from_here and self._is_plain:
+            self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
             self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
             return self._recorded.pack
@@ -122,12 +155,18 @@ class ForwardPass:
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
 
-    def _search_from_here(self) -> bool:
+    def _look_from_here(self) -> bool:
         """From the next tensor on; False if that could not be."""
-        return self._set is not None and self._set.replace(partial(self._begin, from_here=True))
+        return self._set is not None and self._set.replace(lambda: (self._begin(True), self._unpack))
+
+    @property
+    def _is_left(self) -> bool:
+        """Is it left as it is, but for its first tensor?"""
+        return self._first is not None and self._looking is None
 
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
+        nodes = nodes_made() - self._nodes
         self._stack.close()
         if self._recorded is not None:
             recorded = self._recorded.close()
@@ -140,8 +179,26 @@ class ForwardPass:
             self._packing.last = -1, None
             self._packing.vain.close()
             self._freed_within = self.ledger.is_mostly_gone()
-        kept = [] if self._small is None else self._small.kept
+            self._watch_first()
+        kept = [] if self._first is None else self._first.kept
+        if self._is_left and kept:
+            known = None if self._watch is None else self._watch.kept
+            if known is not None:
+                self.ledger.add(known)
+                kept = []
         self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
+        self._nodes = nodes
+
+    def _watch_first(self) -> None:
+        """Of a pass that is searched: when its first value goes, its backward pass is nearly done."""
+        first = next(self.ledger.values(), None)
+        if self._timer is None or first is None:
+            return
+        shape, dtype = (
+            (first.shape, first.dtype) if first.tensor is None else (first.tensor.shape, first.tensor.dtype)
+        )
+        self._timer.size = shape.numel() * dtype.itemsize
+        self._timer.watching = weakref.ref(first, self._timer.reach)
 
     def forget(self) -> None:
         """Let go of the nodes that prices were read from, and of what a small pass has held."""
@@ -150,8 +207,8 @@ class ForwardPass:
             self._packing.kept.clear()
         if self._recorded is not None:
             self._recorded.forget()
-        if self._small is not None:
-            self._small.forget()
+        if self._first is not None:
+            self._first.forget()
 
     @property
     def _limit_asked(self) -> int | str | None:
@@ -162,32 +219,64 @@ class ForwardPass:
         """Who looks at what is saved."""
         return self._packing or self._recorded
 
+    def left(self) -> str | None:
+        """End a pass that was left alone in one step: returns why, or None where more is to be done."""
+        return None
+
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         looking, following = self._looking, self._following
+        if self._freed_within or self.refused is not None:  # what is left says neither the size nor a plan
+            return None
+        if self._watch is not None and self._timer is not None:
+            self._watch.timers.append(self._timer)
+        if looking is None:
+            self._was_left()
+            return None if self._watch is None else self._watch.plan
+        if self._place is not None and looking.seen:
+            small.note(self._place, self._seen())
+        if self._watch is not None:
+            self._watch.loop = None if following is None else self._watch.loop
+        if following is None or not looking.calls:  # there is nothing to plan
+            return None
         nbytes = self.ledger.all_bytes()
-        saved = looking.seen if looking is not None else self._small is not None and self._small.kept
-        if self._freed_within:  # what is left tells neither the size of the pass nor a plan
-            return None
-        seen = self._place is not None and bool(saved) and self.refused is None
-        if seen and self._settings.may_be_small:
-            note(self._place, nbytes, small.SMALL)
-        if following is None or looking is None:
-            return None
-        if not looking.calls:  # there is nothing to plan
-            if seen and self._settings.may_be_dear:
-                note(self._place, nbytes, 2 * nbytes)
-            return None
         try:
-            before = 0 if self._small is None else self._small.nbytes  # the search, which no plan knows of
+            before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
             share = (self.ledger.kept() - before) / max(nbytes - before, 1)
             self._of_plans = following.end(looking.calls, looking.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
             looking.reasons[reasons.no_plan(error)] = 1
             return None
-        if seen and following.plan is not None:
-            note(self._place, nbytes, 2 * nbytes if following.plan.is_dear else -1)
+        if self._watch is not None:
+            self._note_followed(self._watch, following)
         return following.plan
+
+    def _was_left(self) -> None:
+        """The next one is no plain one, if this was another pass than those that are measured."""
+        if self._watch is not None and self._nodes > 2 * self._watch.nodes:
+            self._watch.loop = None
+
+    def _seen(self) -> Seen:
+        ledger = self.ledger
+        rows = AllKept(ledger.rows, ledger.all_bytes())
+        first = next(iter(rows.rows()), None)
+        nbytes = 0 if first is None else first[1].numel() * first[2].itemsize
+        return Seen(nbytes, ledger.rebuilt(), self._nodes, rows)
+
+    def _note_followed(self, watch: Watch, following: Following) -> None:
+        if following.plan is None or following.loop is None:
+            watch.loop = None
+            return
+        if following.loop is not watch.loop or watch.kept is None:
+            seen = self._seen()
+            watch.loop, watch.first, watch.nodes, watch.kept = (
+                following.loop,
+                seen.first,
+                seen.nodes,
+                seen.rows,
+            )
+        following.plan = following.plan._replace(measured=following.loop.measured)
+        watch.plan = following.plan._replace(made_for=following.plan.made_for.without_lines())
 
     def _missed(self, plan: RebuildPlan | None) -> str | None:
         """That the budget, the peak or the limit is out of reach, if it is."""
@@ -208,6 +297,10 @@ class ForwardPass:
         of the little that a backward pass has left."""
         return not self._freed_within and (self._settings.goal is None or self._missed(plan) is not None)
 
+    @staticmethod
+    def _nothing_saved() -> list[str]:
+        return [reasons.NOTHING] if torch.is_grad_enabled() else []
+
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
         counts: Counter[str] = Counter() if self._looking is None else self._looking.reasons
@@ -219,12 +312,14 @@ class ForwardPass:
             whole.append(reasons.BACKWARD_BEFORE_PLAN if unplanned else reasons.BACKWARD_WITHIN)
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
-        seen_by_small = self._small is not None and self._small.kept
-        seen = seen_by_small or (self._looking is not None and self._looking.seen)
-        if not (seen or whole) and torch.is_grad_enabled():
-            whole.append(reasons.NOTHING)
-        if seen_by_small and self._looking is None:
-            whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
+        seen_first = self._first is not None and self._first.kept
+        seen = seen_first or (self._looking is not None and self._looking.seen)
+        if not (seen or whole):
+            whole += self._nothing_saved()
+        if self._watch is not None:
+            whole += self._watch.reasons()
+            if self._is_left and self._is_plain and not self._watch.is_off:
+                whole.append(reasons.COMPARED)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         goal = self._settings.goal
@@ -238,7 +333,7 @@ class ForwardPass:
         return whole + of_tensors
 
 
-def _refusal() -> str | None:
+def refusal() -> str | None:
     """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED

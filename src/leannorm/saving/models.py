@@ -168,8 +168,8 @@ def make_lean(
     ones. Compiled, the model runs as without, and a warning says so once. `model.forward.saved` is the `lean`
     object of the last pass in this thread: what it kept, and why no less; None before the first pass.
 
-    Passes that save less than 4 MiB in all are left as they are from this model's second one on, unless
-    `budget`, `overhead`, `peak`, `held` or `verify` is given.
+    Passes of which a rebuild frees less than 4 MiB are left as they are from this model's second one on,
+    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     Args:
         model: any model; it is changed in place.

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, cast
 
 from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
-from leannorm.planning.plan import Plan
+from leannorm.planning.plan import Plan, by_overhead
 from leannorm.planning.plan import plan as point_for
+from leannorm.planning.timeline import Outcome
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.price import Prices
 from leannorm.saving.rates import Rates
@@ -82,7 +83,8 @@ class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
 
     `made_for`: the pass, or its other choice, `whole`. `hooks`: its `share_of_hooks`. `asked`: the overhead
-    that was allowed, if one was.
+    that was allowed, if one was. `measured`: the overhead that steps have taken, once that is known.
+    `is_watched`: is it going to be?
     """
 
     made_for: Pass
@@ -90,6 +92,22 @@ class RebuildPlan(NamedTuple):
     chosen: Plan
     hooks: float
     asked: float | None = None
+    measured: float | None = None
+    is_watched: bool = False
+
+    def __repr__(self) -> str:
+        """One line: a plan has a number for each tensor of its pass."""
+        return f"RebuildPlan({self.in_words()})"
+
+    def in_words(self) -> str:
+        """What is planned; of a time that was asked for, what was asked, planned and measured."""
+        planned = (
+            f"{self.ratio:.2f} of the bytes and {self.peak_ratio:.2f} of the peak at {1 + self.overhead:.2f}"
+        )
+        if self.asked is None:
+            return f"{planned} of its time"
+        taken = "not measured yet" if self.measured is None else f"{1 + self.measured:.2f} measured"
+        return f"{planned} of its time, {1 + self.asked:.2f} asked, {taken}"
 
     @property
     def kept_bytes(self) -> int:
@@ -119,7 +137,7 @@ class RebuildPlan(NamedTuple):
     @property
     def is_dear(self) -> bool:
         """Do the hooks alone take more time than was allowed?"""
-        return self.asked is not None and self.hooks > self.asked
+        return not self.is_watched and self.asked is not None and self.hooks > self.asked
 
 
 def plan(goal: Goal, passed: Pass) -> RebuildPlan:
@@ -140,8 +158,24 @@ def _plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     if asked is not None:
         goal = goal._replace(overhead=max(asked - hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
-    rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
+    return RebuildPlan(made_for, _rebuilt(made_for, chosen.point), chosen, hooks, asked)
+
+
+def _rebuilt(made_for: Pass, point: Outcome) -> tuple[bool, ...]:
+    rebuilt = {place for i in point.again for place in made_for.places[i]}
     held = {place for places in made_for.places for place in places} - rebuilt
     # what has no place of its own, views and repeats, is as in the pass
-    rebuild = tuple(i not in held for i in range(len(made_for.calls)))
-    return RebuildPlan(made_for, rebuild, chosen, hooks, asked)
+    return tuple(i not in held for i in range(len(made_for.calls)))
+
+
+def rungs(full: RebuildPlan) -> tuple[RebuildPlan, ...]:
+    """The plans for all overheads, the least first: what is measured takes one of them."""
+    passed, whole = full.made_for, full.made_for.without_lines()
+    made = list[RebuildPlan]()
+    for point in by_overhead(passed.lines):
+        short = point._replace(kept=frozenset(), again=frozenset(), alive=(point.peak,))
+        chosen = full.chosen._replace(point=short)
+        made.append(
+            full._replace(made_for=whole, rebuild=_rebuilt(passed, point), chosen=chosen, is_watched=True)
+        )
+    return tuple(made)

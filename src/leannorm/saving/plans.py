@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from leannorm.planning.goal import Goal
+from leannorm.planning.loop import Loop
 from leannorm.saving import reasons
-from leannorm.saving.plan import Call, Pass, RebuildPlan, plan, size, structure
+from leannorm.saving.plan import Call, Pass, RebuildPlan, plan, rungs, size, structure
 
 _MAX_PLANS = 256
 _ANEW = 16  # a plan is made again after so many passes: what the first could not rebuild, a later one may
@@ -26,6 +28,7 @@ class _Made:
 
     `settled`: do they meet a budget or a peak? A pass without a plan, to make another of, might not.
     `follows`: their passes. `misses`: those that kept more than planned; `missed`: was the last one such?
+    `rungs`: the plans of all overheads, where steps are measured, and `loop` chooses one.
     """
 
     calls: tuple[Call, ...]
@@ -34,6 +37,15 @@ class _Made:
     follows: int = 0
     misses: int = 0
     missed: bool = False
+    rungs: tuple[RebuildPlan, ...] = ()
+    loop: Loop | None = None
+
+    def rung(self) -> RebuildPlan | None:
+        """The plan that is chosen now."""
+        if self.loop is None or not self.rungs:
+            return None
+        at = bisect_right(self.rungs, self.loop.at + 1e-9, key=lambda one: one.chosen.overhead)
+        return self.rungs[max(at - 1, 0)]
 
     @property
     def is_old(self) -> bool:
@@ -53,6 +65,12 @@ class _Entry:
     made: _Made
     next: _Entry | None = None
     places: Any = None
+
+    def turn(self) -> None:
+        """Take the plan that is chosen now."""
+        rung = self.made.rung()
+        if rung is not None and rung.chosen is not self.plan.chosen:
+            self.plan, self.places = rung._replace(made_for=self.plan.made_for), None
 
     def begins_with(self, calls: tuple[Call, ...]) -> bool:
         """Does a pass of this plan begin with these calls, in these very sizes?"""
@@ -79,7 +97,7 @@ class _Known:
         return next((one for one in self.entries if one.made is made and one.begins_with(calls)), None)
 
 
-_KNOWN: dict[tuple[Goal, Hashable], _Known] = {}  # by the structure of the first tensor, too
+_KNOWN: dict[tuple[Goal, Hashable, Hashable], _Known] = {}  # by place, and the structure of the first tensor
 
 
 @contextmanager
@@ -106,8 +124,9 @@ class Following:
     one of the next passes is made into a plan. So it is where a pass kept more than its plan said.
     """
 
-    def __init__(self, goal: Goal) -> None:
-        self.goal = goal
+    def __init__(self, goal: Goal, place: Hashable = None) -> None:
+        """`place`: where steps are measured, of this pass and others; None: nowhere."""
+        self.goal, self._place = goal, place
         self.plan: RebuildPlan | None = None
         self._entry: _Entry | None = None
         self._begun = self._sized = False
@@ -210,6 +229,11 @@ class Following:
             known.entries = [one for one in known.entries if one.made is not old]
         full = plan(self.goal, passed)
         made.settled = full.chosen.reached and self.goal.overhead is None
+        if self._place is not None:
+            made.loop = Loop(self.goal.overhead or 0.0) if old is None or old.loop is None else old.loop
+            made.rungs = rungs(full)
+            made.loop.take([one.chosen.overhead for one in made.rungs], full.chosen.overhead)
+            full = (made.rung() or full)._replace(made_for=full.made_for)
         entry = self._add(known, _Entry(full._replace(made_for=full.made_for.without_lines()), made))
         known.whole = 0
         known.ended(entry)
@@ -228,12 +252,19 @@ class Following:
             known.whole = _TRIES
 
     def _follow(self, entry: _Entry | None) -> None:
+        if entry is not None:
+            entry.turn()
         self._entry, self.plan = entry, None if entry is None else entry.plan
+
+    @property
+    def loop(self) -> Loop | None:
+        """Who chooses the plan that is followed, or was made of this pass, by what steps take."""
+        return None if self._entry is None else self._entry.made.loop
 
     def _known(self, calls: Sequence[Call]) -> _Known:
         if len(_KNOWN) > _MAX_PLANS:
             _KNOWN.clear()
-        return _KNOWN.setdefault((self.goal, structure(calls[0])), _Known())
+        return _KNOWN.setdefault((self.goal, self._place, structure(calls[0])), _Known())
 
     def _best(self, known: _Known, calls: Sequence[Call]) -> _Entry | None:
         """The first plan that fits so far: if possible in its sizes, then as the passes before took turns."""

@@ -63,12 +63,12 @@ BENCHMARK = (
     " so that the backward pass may use another one, of other bits, and convolutions are kept; turn it off"
 )
 SMALL = (
-    "what this pass saves is kept as it is: it is less than 4 MiB in all, as in the pass before it, and"
-    " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
+    "what this pass saves is kept as it is: a rebuild would free less than 4 MiB, as the last pass at this"
+    " line has shown that was looked at, and whose bytes these are; a budget is met at any size"
 )
-DEAR = (
-    "what this pass saves is kept as it is: looking at it would take more time than the overhead that was"
-    " asked for, as in the pass before it; ask for more, or for a budget or a peak"
+COMPARED = (
+    "this pass keeps everything, as plain PyTorch does, so that the time of a step with the plan can be"
+    " compared with it: bytes are those of the pass that the plan was made of"
 )
 LIMIT_UNSEEN = (
     "limit was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
@@ -185,7 +185,26 @@ def dear(hooks: float, overhead: float) -> str:
     """Looking at what is saved takes more than the overhead that is allowed."""
     return (
         f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of a plain"
-        " PyTorch step; all is kept from the next pass on, and nothing looked at"
+        " PyTorch step; all is kept"
+    )
+
+
+def off(asked: float, measured: float | None) -> str:
+    """What was measured, where the least that can be rebuilt takes more than was asked for."""
+    taken = (
+        "there is nothing to rebuild" if measured is None else f"the least takes {measured:.2f}, as measured"
+    )
+    return (
+        f"overhead={asked:g} is out of reach: of a plain PyTorch step {taken}; all is kept, and measured"
+        " again after 1,000 passes; ask for more, or for a budget or a peak"
+    )
+
+
+def unmeasured(more: int, free: int) -> str:
+    """No step without a plan is run to be compared, since memory might not be enough."""
+    return (
+        "the time of a step is planned by prices and not measured: a step that keeps everything would take"
+        f" {bytes_in_words(more)} more, and {bytes_in_words(free)} are free, which is less than twice as much"
     )
 
 
@@ -288,13 +307,15 @@ def _unpacked_by(node: Any) -> set[str]:
 
 
 _WARNED: set[str] = set()
-_IN_ORDER = {SMALL, DEAR, STRAYED, BACKWARD_WITHIN}  # they need no action
+_IN_ORDER = {SMALL, COMPARED, STRAYED, BACKWARD_WITHIN}  # they need no action
 
 
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
+    if reason in _IN_ORDER or reason.startswith("overhead="):
+        return
     cause = reason.split(":")[0]
-    if cause not in _WARNED and reason not in _IN_ORDER and not reason.startswith("overhead="):
+    if cause not in _WARNED:
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)
 

@@ -19,14 +19,19 @@ from leannorm.saving.search import is_view_of_held
 from leannorm.saving.shards import as_plain
 from leannorm.saving.small import Kept, read
 from leannorm.saving.steps import Step, behind, share_memory
+from leannorm.saving.timing import Timed
 from leannorm.saving.trial import without_autocast
 from leannorm.saving.values import COPIED_PART, Value
 from leannorm.saving.verify import check_equal
 
 
 @left_to_python
-def _unpack(value: Value | Kept) -> Tensor:
+def _unpack(value: Value | Kept | Timed) -> Tensor:
     """The unpack hook."""
+    if isinstance(value, Timed):
+        value.timer.reach()
+        timed: Tensor = value.unpack()
+        return timed
     if isinstance(value, tuple):
         return read(value)
     held = value.tensor if value.step is None and value.spec is None else None
@@ -76,7 +81,7 @@ def _only_reads() -> bool:
     return node is not None and kind_of(node) != "CppFunction"
 
 
-unpack: Callable[[Value | Kept], Tensor] = _unpack
+unpack: Callable[[Value | Kept | Timed], Tensor] = _unpack
 if NODES is not None:  # asks Python for what is unusual
     NODES.set_lean(
         Value, Step, Packed, _unpack, GETTERS, Value(None), COPIED_PART, device.streams_used, device.stream_of

@@ -1,0 +1,103 @@
+"""One forward pass that is left alone, unless its first tensor says that it is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from leannorm.saving import reasons, small, timing
+from leannorm.saving.aside import PassHooks
+from leannorm.saving.forward_pass import ForwardPass, Settings, refusal
+from leannorm.saving.ledger import Ledger
+from leannorm.saving.plan import RebuildPlan
+from leannorm.saving.small import Alone, FirstTensor, nodes_made
+from leannorm.saving.unpacking import unpack
+
+
+def pass_at(settings: Settings, ledger: Ledger, line: Hashable, frames_around: frozenset[int]) -> ForwardPass:
+    """The pass that is opened at this line of the program."""
+    if settings.may_be_small and (alone := small.left_alone(place := (line, settings.policy))) is not None:
+        return LeftPass(place, alone, settings, ledger, line, frames_around)
+    return ForwardPass(settings, ledger, line, frames_around)
+
+
+class LeftPass(ForwardPass):
+    """Few lines, since they take a share of a small step; a ForwardPass once it looks at tensors."""
+
+    def __init__(self, place: Hashable, alone: Alone, *given: Any) -> None:
+        self._alone, self._at, self._given = alone, place, given
+        self.ledger: Ledger = given[1]
+        self.refused: str | None = None
+        self.told = None
+
+    def open(self) -> None:
+        """Set the hook, unless there is a reason against it."""
+        timing.opened()
+        self._first: FirstTensor | None = None
+        self.refused = refusal()
+        if self.refused is not None:
+            return
+        self._first = FirstTensor(self._look_from_here, 0.0, self._alone.most)
+        self._set = self._first.hooks = PassHooks(self._first.pack, unpack)
+        self._set.__enter__()
+        self._nodes = nodes_made()
+
+    def _look_from_here(self) -> bool:
+        first, hooks, nodes = self._first, self._set, self._nodes
+        super().__init__(*self._given)
+        self._first, self._set, self._nodes = first, hooks, nodes
+        self._find_unpack()
+        return super()._look_from_here()
+
+    def left(self) -> str | None:
+        """All of the below at once, of a pass that was like the last one; None of any other."""
+        first, alone = self._first, self._alone
+        if first is None or first.is_other or not (first.is_over and first.kept):
+            return None
+        if alone.is_other(nodes_made() - self._nodes):
+            small.note(self._at, None)
+        self.ledger.add(alone.seen.rows)
+        first.forget()
+        return reasons.SMALL
+
+    @property
+    def _is_other(self) -> bool:
+        return self._first is not None and self._first.is_other
+
+    def close(self) -> None:
+        """Remove the hook, if it is still there."""
+        if self._first is None:
+            return
+        assert self._set is not None
+        self._set.__exit__(None, None, None)
+        if self._is_other:
+            super().close()
+            return
+        self._nodes = nodes_made() - self._nodes
+        if self._first.kept:
+            self.ledger.add(self._alone.seen.rows)
+
+    def learn(self) -> RebuildPlan | None:
+        """The next pass is looked at, if this one was another than the last that was."""
+        if self._is_other or (self._first is not None and self._alone.is_other(self._nodes)):
+            small.note(self._at, None)
+        return None
+
+    def reasons(self, plan: RebuildPlan | None) -> list[str]:
+        """Why it was left alone."""
+        if self._is_other:
+            return super().reasons(plan)
+        if self.refused is not None:
+            return [self.refused]
+        if self._first is not None and self._first.kept:
+            return [reasons.SMALL]
+        return self._nothing_saved()
+
+    def tells_why(self, plan: RebuildPlan | None) -> bool:
+        return self._is_other and super().tells_why(plan)
+
+    def forget(self) -> None:
+        if self._is_other:
+            super().forget()
+        elif self._first is not None:
+            self._first.forget()

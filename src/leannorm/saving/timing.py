@@ -1,0 +1,99 @@
+"""What a step takes on its own clock: from the opening of a pass to the end of its backward pass.
+
+The backward pass reads last what was saved first. Whoever reads that asks autograd's engine to be called when
+all is done. On a GPU events are recorded at both ends, and read at a later pass, so that nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from leannorm.saving.evidence import is_parameter
+
+clock = perf_counter
+_opened = 0  # passes of this process
+
+
+def opened() -> int:
+    """Another pass is opened now; returns its number."""
+    global _opened
+    _opened += 1
+    return _opened
+
+
+class Timer:
+    """The time of one pass. `told(timer, seconds)` is called when it is known: never, if another pass was
+    opened before this one's backward pass had ended, since then the time is that of both."""
+
+    def __init__(self, number: int, told: Callable[[Timer, float], None]) -> None:
+        self._number, self._told, self._reached = number, told, False
+        self._events = self._event(), None
+        self.size = 0  # bytes of the first tensor
+        self.watching: Any = None  # what sees that the first saved value is gone
+        self._start = clock()
+
+    @staticmethod
+    def _event() -> Any:
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def reach(self, _: object = None) -> None:
+        """What was saved first is read, or gone."""
+        if self._reached:
+            return
+        self._reached = True
+        with suppress(RuntimeError):  # not in a backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if _opened != self._number:
+            return
+        if self._events[0] is None:
+            self._told(self, clock() - self._start)
+        else:
+            self._events = self._events[0], self._event()
+
+    def ask(self) -> bool:
+        """Is nothing to be waited for? A GPU's time is told here, once it is known."""
+        start, end = self._events
+        if end is None:
+            return start is None or _opened != self._number
+        if not end.query():
+            return False
+        self._events = None, None
+        self._told(self, start.elapsed_time(end) / 1e3)
+        return True
+
+
+class Timed(NamedTuple):
+    """What is packed of the first tensor: how it is unpacked, and whom its reading is told."""
+
+    unpack: Callable[[], Any]
+    timer: Timer
+
+
+class TimedPack:
+    """A pack hook that packs the first tensors as another does, and goes. For hooks that read no frames."""
+
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], timer: Timer) -> None:
+        self._pack, self._unpack, self._timer, self._is_first = pack, unpack, timer, True
+        self.hooks: Any = None
+
+    def __call__(self, tensor: Any) -> Any:
+        packed, timer = self._pack(tensor), self._timer
+        if not is_parameter(tensor):
+            timer.size = tensor.nbytes
+            self.hooks.replace(lambda: (self._pack, self._unpack))
+        if not self._is_first:
+            return packed
+        self._is_first = False
+        return Timed(partial(self._unpack, packed), timer)
