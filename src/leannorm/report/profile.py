@@ -48,8 +48,8 @@ def profile(
     The settings alternate for `steps` steps; seconds are medians, ratios medians of ratios. Freed memory is
     kept from then on (`keep_freed_memory`). Each pass starts from the same model, inputs and random numbers,
     and all of them are unchanged when it returns. `progress` is called with what is being done. Passes of
-    which less than 4 MiB can be freed are measured with rebuilds, too, although `lean` leaves them as they are
-    in training.
+    which less than 4 MiB can be freed are measured with rebuilds, too, although `lean` leaves them as they
+    are in training.
 
     Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 
