@@ -69,6 +69,7 @@ def test_a_function_of_the_users_may_have_any_name(name):
     assert_as_stock(program)
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_recipe_that_fails_is_a_tensor_that_is_held(monkeypatch):
     """As where another release of torch names what a node keeps otherwise."""
     from leannorm.saving.recipes import norms
