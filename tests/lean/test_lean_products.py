@@ -70,7 +70,7 @@ def test_conv_is_the_same_in_every_dtype(width):
 )
 def test_what_conv_takes_of_the_step(dtype, processor, least, most, monkeypatch):
     """By the table of prices, as `overhead` reads it: what it takes to keep as few bytes as "conv" does, or
-    as few as it did where autograd's nodes are searched: the log keeps a third less."""
+    as few as it did where nodes are searched: the log keeps a third less."""
     monkeypatch.setattr(rates, "_measured", lambda device, file: (getattr(rates, processor), None))
     width = 512
     model, x = Block(width).to(dtype), torch.randn(2, TOKENS, width, dtype=dtype, requires_grad=True)
@@ -81,7 +81,7 @@ def test_what_conv_takes_of_the_step(dtype, processor, least, most, monkeypatch)
         with one:
             losses.append(model(x.sin()).float().square().mean())
     share = saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes)
-    chosen = plan(Goal(budget=max(share, 0.12)), priced.plan.made_for).chosen
+    chosen = plan(Goal(budget=max(share, 0.125)), priced.plan.made_for).chosen
     assert chosen.reached
     assert least <= chosen.overhead <= most
 

@@ -116,6 +116,31 @@ def test_an_edit_through_data_of_a_small_parameter_changes_nothing(kind):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.skipif(NODES is None, reason="operators are recorded by the C++ nodes")
+@pytest.mark.parametrize("width", [64, 256])
+def test_an_edit_of_a_parameter_through_data_before_the_backward_pass(width):
+    """Small ones are copied; of others the error comes before any gradient."""
+    model, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), torch.randn(32, width)
+    found = []
+    for context in (nullcontext(), lean()):
+        before = [p.detach().clone() for p in model.parameters()]
+        with context, torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.silu(model(x)).float().square().mean()
+        for p in model.parameters():
+            p.data.mul_(2)
+        if width > 64 and found:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            assert all(p.grad is None for p in model.parameters())
+            return
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+        for p, was in zip(model.parameters(), before, strict=True):
+            p.data.copy_(was)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("edits", [0, 1])
 def test_an_edit_of_a_norms_statistics_is_told(edits, with_and_without_nodes):
     bias = torch.randn(32, requires_grad=True)
@@ -130,7 +155,9 @@ def test_an_edit_of_a_norms_statistics_is_told(edits, with_and_without_nodes):
             for _ in range(edits):
                 rstd.mul_(1.004)
         if edits:
-            with pytest.raises(RuntimeError, match="statistics of a norm were edited|modified by an inplace"):
+            with pytest.raises(
+                RuntimeError, match=r"statistics of a norm were edited|modified by an inplace"
+            ):
                 torch.autograd.grad(loss, w)
         else:
             assert torch.equal(torch.autograd.grad(loss, w)[0], kept)

@@ -4,8 +4,10 @@
 
 #include "plan.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
 
 namespace leannorm::recording {
 
@@ -64,7 +66,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
-  if (value.held.defined() && !value.copied && value.refs > value.saves) {
+  if (value.held.defined() && !value.copied && value.refs > value.saves && !call.rule->reshapes) {
     if (value.call < 0 && is_gathered(log, t)) return;
     const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
     if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
@@ -103,6 +105,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   if (!current || busy) return nullptr;
   Rule* const rule = rules.of(fn);
   if (rule == nullptr) return nullptr;
+  if (rules.is_compiled(rule)) return current->meets(kCompiled), nullptr;
   if (rule->sends) {
     const Log::Lock lock(*current);
     for (const int call : current->open) current->calls[call].sends = true;
@@ -161,6 +164,21 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   }
 }
 
+// Are the hooks that are set now neither lean()'s nor a checkpoint's, which saves memory, too?
+inline PyObject* own_unpack = nullptr;
+inline bool are_hooks_of_others() {
+  const auto& set = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  if (set.empty()) return false;
+  PyObject* const unpack = set.top().second.ptr(getPyInterpreter());
+  if (unpack == own_unpack) return false;
+  const py::gil_scoped_acquire gil;
+  const std::string module = py::str(py::getattr(py::handle(unpack), "__module__", py::str("")));
+  return module != "torch.utils.checkpoint" && module != "leannorm.saving.unpacking";
+}
+inline bool is_differentiable(const std::vector<IValue>& results) {
+  return std::any_of(results.begin(), results.end(), [](const IValue& v) { return v.isTensor() && v.toTensor().requires_grad(); });
+}
+
 inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   if (context == nullptr) return;
   auto* const opened = static_cast<Opened*>(context);
@@ -181,6 +199,7 @@ inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
     }
     ++out;
   }
+  if (log.calls[number].grad_mode && !log.calls[number].outs.empty() && are_hooks_of_others() && is_differentiable(fn.outputs())) log.meets(kOthersHooks);
   const auto waiting = std::exchange(log.calls[number].waiting, {});
   for (const int v : waiting) decide(log, v);
 }

@@ -112,6 +112,7 @@ class ForwardPass:
         policy, hooks = self._settings.policy, self._settings.hooks
         if self._unpack is not unpack:
             self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+            self.ledger.add(self._recorded.recorded)
             return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
@@ -130,9 +131,8 @@ class ForwardPass:
         """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._recorded is not None:
-            recorded = self._recorded.close()
+            self._recorded.close()
             self._freed_within = self._recorded.is_mostly_gone
-            self.ledger.add(recorded)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()

@@ -22,7 +22,8 @@ class Record(NamedTuple):
     """One tensor that the forward pass saved: the node that made it, its bytes, and whether it is rebuilt.
 
     `bytes`: of its storage, or 0 if an earlier record has counted that storage; so records add up to
-    `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind.
+    `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind; None
+    where operators are recorded, which measures nothing.
     `why`: of an operation's output that is held, the reason.
     """
 
@@ -44,8 +45,11 @@ _MANY = 4096  # values of a pass
 class Rows(Protocol):
     """What a recorded pass saved: its bytes, and a row for each tensor."""
 
-    kept: int
-    rebuilt: int
+    @property
+    def kept(self) -> int: ...
+
+    @property
+    def rebuilt(self) -> int: ...
 
     def rows(self) -> list[Row]: ...
 
@@ -107,7 +111,7 @@ class Ledger:
         self._closed = [*itertools.chain(*self._plain), *made]
 
     def add(self, recorded: Rows) -> None:
-        """Add what a recorded pass saved."""
+        """Add what a recorded pass saves."""
         self._recorded.append(recorded)
 
     def is_mostly_gone(self) -> bool:
