@@ -185,7 +185,8 @@ inline PyObject* pack(PyObject*, PyObject* given) {
     keeps = !plain(local);
   }
   if (keeps) {
-    if (current && !busy && t.numel() >= current->policy.smallest && !(t.is_leaf() && t.requires_grad())) current->meets(kSubclasses);
+    const bool is_sent = PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(given)), "trigger_wait");  // a collective is under way
+    if (current && !busy && t.numel() >= current->policy.smallest && !(t.is_leaf() && t.requires_grad()) && !is_sent) current->meets(kSubclasses);
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
