@@ -143,7 +143,8 @@ def test_written_by_hand(case, setting):
     assert equal(gradients(model, loss, saving), stock)
     if setting == "conv":
         assert saving.rebuilt_bytes > saving.kept_bytes
-    assert any(record.rebuilt and record.node == "MulBackward0" for record in saving.records)
+    products = "MulBackward0", "aten::mul"
+    assert any(record.rebuilt and record.node in products for record in saving.records)
 
 
 def test_nobody_gets_a_token():
@@ -209,9 +210,11 @@ def test_positions_that_autograd_alone_holds_are_narrow(setting):
     stock, saving = gradients(model, loss, nullcontext()), lean(setting)
     for _ in range(2):
         assert equal(gradients(model, loss, saving), stock)
-    positions = [r for r in saving.records if r.shape == (512, 2) and not r.dtype.is_floating_point]
-    assert {r.dtype for r in positions if not r.rebuilt} == {torch.int16}
-    assert sum(r.bytes for r in positions if not r.rebuilt) == 2 * 512 * 2 * 2
+    kept = [r for r in saving.records if r.shape.numel() == 1024 and not r.rebuilt]
+    positions = [r for r in kept if not r.dtype.is_floating_point]
+    assert len(positions) == 2
+    assert max(r.dtype.itemsize for r in positions) <= 2
+    assert sum(r.bytes for r in positions) <= 2 * 512 * 2 * 2
 
 
 class CompiledExperts(Mixture):

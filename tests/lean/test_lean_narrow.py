@@ -58,8 +58,13 @@ def assert_stock(run, leaves, context):
         assert same_bits(ours, theirs)
 
 
+LOGGED = {"SinBackward0": "sin", "MulBackward0": "mul"}
+LOGGED["LogSoftmaxBackward0"] = "_log_softmax"
+
+
 def held(saved, node):
-    return sum(r.bytes for r in saved.records if r.node == node and not r.rebuilt)
+    names = node, f"aten::{LOGGED.get(node)}"
+    return sum(r.bytes for r in saved.records if r.node in names and not r.rebuilt)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -82,7 +87,8 @@ def test_autocast_casts_to_float32_by_themselves():
 
     saved = lean()
     assert_stock(run, list(model.parameters()), saved)
-    assert held(saved, "ToCopyBackward0") == 0
+    kept = [r.node for r in saved.records if r.dtype is torch.float32 and not r.rebuilt]
+    assert not {*kept} & {"ToCopyBackward0", "aten::_to_copy"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-40, 3e38], ids=str)
@@ -192,6 +198,7 @@ def test_what_took_the_place_of_its_copy_is_read_again():
     assert reasons == [[]] * 4
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("goal", [{"peak": 1.0}, {"budget": 1.0}], ids=str)
 def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
@@ -204,6 +211,7 @@ def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     assert saved.kept_bytes <= saved.plan.kept_bytes
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
     """Each of both layers could be rebuilt; the logits' price brings 2 bytes a value, not 4."""
     first, head = nn.Linear(64, 512).bfloat16(), nn.Linear(512, 1024).bfloat16()
@@ -247,6 +255,7 @@ def test_attention_holds_a_bit_for_each_weight_that_it_drops():
     assert held(saved, "bits of a mask") == 2 * 4 * 64 * 64 // 8
 
 
+@pytest.mark.usefixtures("searched")
 def test_verify_compares_what_is_held_in_fewer_bytes(monkeypatch):
     """With a wrong bit in each mask."""
     unpacked = masks.unpack_bits

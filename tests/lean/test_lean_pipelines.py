@@ -52,7 +52,7 @@ def trained(rank: int, name: str, setting: dict[str, Any] | None) -> tuple[list[
 
     torch.manual_seed(rank)
     of_rank, passes = SCHEDULES[name][0], Passes()
-    parts = [nn.Sequential(Block(), Block(), Block()) for _ in range(of_rank)]
+    parts = [nn.Sequential(Block(64), Block(64), Block(64)) for _ in range(of_rank)]
     for part in parts if setting is not None else ():
         make_lean(part, **setting)
     device = torch.device("cpu")
@@ -69,7 +69,7 @@ def trained(rank: int, name: str, setting: dict[str, Any] | None) -> tuple[list[
         # in step 0 the schedule learns shapes by a pass of its own
         for part in parts if setting is not None and step == 1 else ():
             part.register_forward_hook(passes.begun)
-        x, target = (torch.randn(32, 16, 32, generator=generator) for _ in range(2))
+        x, target = (torch.randn(32, 16, 64, generator=generator) for _ in range(2))
         schedule.step(*(() if rank else (x,)), **({"target": target} if rank else {}))
         optimizer.step()
         optimizer.zero_grad()

@@ -14,6 +14,7 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from leannorm.saving import reasons
+from leannorm.saving.recorded import serves
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -58,7 +59,7 @@ def test_a_decoder_cut_by_torchs_plans_holds_what_would_need_a_message_and_littl
     plan: str, most: float
 ) -> None:
     for share, why in ranks(2, decoders, plan, group_timeout=30.0):
-        assert share <= most
+        assert share <= most + 0.01 * serves()  # the log copies weights of up to 16 KiB, which are 1 % here
         needs = sum(reason == reasons.COLLECTIVE for reason in why)
         assert needs >= 4 if plan != "one rank" else not needs, why
 

@@ -42,6 +42,7 @@ def test_flags_are_known_of_what_ran_after_their_last_change(with_and_without_no
     assert (4, 8, 12, 12) not in compared
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("grow", [lambda x: x + x, lambda x: x + x * 0.5], ids=["twice", "branch"])
 def test_sums_of_sums_are_looked_at_once(grow, with_and_without_nodes, monkeypatch):
     """There are 2 ** 16 paths to the first of them."""

@@ -12,7 +12,10 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import flags, lean, small, unpacking
 from leannorm.saving.values import Value
 
-pytestmark = pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built")
+pytestmark = [
+    pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built"),
+    pytest.mark.usefixtures("searched"),
+]
 
 
 @pytest.fixture

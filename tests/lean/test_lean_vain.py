@@ -17,6 +17,7 @@ WIDTH = 64
 @pytest.fixture
 def searched(monkeypatch):
     """The kinds of nodes that were searched, of the pass that runs."""
+    monkeypatch.setenv("LEANNORM_RECORD", "0")  # as the fixture of this name in conftest.py
     vain._BEFORE.clear()
     found, step = [], Search.step
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "rules.h"
+#include "shown.h"
 
 #include <ATen/Context.h>
 #include <torch/headeronly/version.h>
@@ -20,123 +21,18 @@
 
 namespace leannorm::recording {
 
-using at::Tensor;
 using c10::IValue;
-
-// How a tensor shows its memory.
-struct Geometry {
-  c10::SmallVector<int64_t, 5> sizes, strides;
-  int64_t offset = 0;
-  at::ScalarType dtype = at::kFloat;
-  c10::Device device = at::kCPU;
-
-  static Geometry of(const Tensor& t) {
-    Geometry made;
-    made.sizes.assign(t.sizes().begin(), t.sizes().end());
-    made.strides.assign(t.strides().begin(), t.strides().end());
-    made.offset = t.storage_offset(), made.dtype = t.scalar_type(), made.device = t.device();
-    return made;
-  }
-  bool is_of(const Tensor& t) const {
-    return t.storage_offset() == offset && t.scalar_type() == dtype && t.sizes() == c10::IntArrayRef(sizes) &&
-           t.strides() == c10::IntArrayRef(strides);
-  }
-  int64_t numel() const {
-    int64_t n = 1;
-    for (const int64_t size : sizes) n *= size;
-    return n;
-  }
-  // Is it all of a memory of so many bytes, element by element? Hooks get it as it is, else all of the memory in a row.
-  bool fills(int64_t bytes) const {
-    if (offset != 0 || numel() * static_cast<int64_t>(c10::elementSize(dtype)) != bytes || extent() != bytes) return false;
-    return std::find(strides.begin(), strides.end(), 0) == strides.end();
-  }
-  // Bytes of the memory from its start to behind the last element.
-  int64_t extent() const {
-    int64_t last = offset;
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      if (sizes[i] == 0) return 0;
-      last += (sizes[i] - 1) * strides[i];
-    }
-    return (last + 1) * static_cast<int64_t>(c10::elementSize(dtype));
-  }
-};
-
-// Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they compute with.
-// `in_any_bits`: conjugate or negative views too, which are memory that may be written.
-inline bool plain(const Tensor& t, bool in_any_bits = false) {
-  constexpr c10::DispatchKeySet bits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
-                                         c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor});
-  return t.defined() && t.layout() == at::kStrided && t.has_storage() && !t.key_set().has_any(wrapped) &&
-         (in_any_bits || !t.key_set().has_any(bits)) && !t.is_inference() && !t.is_nested() &&
-         !t.is_quantized() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
-
-// A leaf that is trained, or a view of it: the caller holds it anyway.
-inline bool is_of_leaf(const Tensor& t) {
-  const at::TensorBase& base = t.is_view() ? t._base() : t;
-  return base.is_leaf() && base.requires_grad();
-}
-
-// The same memory and version counter without a graph, which could lead back to the node that saves it.
-inline Tensor alias_of(const Tensor& t) {
-  auto* const impl = t.unsafeGetTensorImpl();
-  return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
-}
-
-inline thread_local bool busy = false;  // does this thread make calls itself, which are none of the log's?
-struct Busy {
-  const bool before = std::exchange(busy, true);
-  Busy() = default;
-  Busy(const Busy&) = delete;
-  ~Busy() { busy = before; }
-};
-
-inline Tensor over(c10::Storage storage, const Geometry& geometry) {
-  if (geometry.device.is_cpu()) {  // as the dispatcher would, in a tenth of its time
-    Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                           c10::scalarTypeToTypeMeta(geometry.dtype));
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
-    return made;
-  }
-  const Busy unseen;
-  const at::AutoDispatchBelowADInplaceOrView below;
-  Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
-  return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
-}
-
-// Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen.
-struct Sample {
-  uint64_t bits = 0;
-  bool taken = false, tells = false;  // is it of several values?
-
-  static Sample of(const Tensor& t) {
-    Sample made;
-    if (!t.device().is_cpu() || t.numel() == 0 || !t.is_non_overlapping_and_dense()) return made;
-    const auto* const data = static_cast<const unsigned char*>(t.const_data_ptr());
-    const int64_t n = static_cast<int64_t>(t.nbytes()), width = std::min<int64_t>(n, 8);
-    if (data == nullptr) return made;
-    made.taken = true;
-    uint64_t first = 0;
-    for (int64_t i = 0; i < 12; ++i) {
-      uint64_t word = 0;
-      std::memcpy(&word, data + (n - width) * i / 11, width);
-      if (i == 0) first = word;
-      made.tells |= word != first;
-      made.bits = (made.bits ^ word) * 0x9E3779B97F4A7C15ull + (made.bits >> 29);
-    }
-    return made;
-  }
-  bool matches(const Sample& other) const { return !taken || !other.taken || bits == other.bits; }
-};
 
 struct Code;  // encode.h
 struct Other;  // others.h
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone };
+// Where it is not at hand: why that is so, and the operator to which that applies.
+struct Cause {
+  Why why = Why::kNone;
+  const std::string* of = nullptr;
+};
 
 // Objects of Python's, which let go of with its lock.
 template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
@@ -152,10 +48,12 @@ struct Elsewhere {
 };
 // What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
 // what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None); `other`, the sizes, place
-// and bytes of a tensor that the log cannot read.
+// and bytes of a tensor that the log cannot read. `met`, while it is open: what `Met` lists.
 struct Asked {
   py::object flags, layer, hold, owns, other;
+  int met = 0;
 };
+enum Met : int { kCompiled = 1, kOthersHooks = 2 };  // compiled code, hooks of others
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -173,6 +71,7 @@ struct Value {
   Sample sample;
   State state = kFree;
   Why why = Why::kNone;
+  Cause cause;
   bool copied = false;   // is `held` a copy?
   bool marked = false;   // its counter moved once more behind the call that wrote it
   bool lost = false;     // it was overwritten past the dispatcher
@@ -361,6 +260,10 @@ struct Log {
   void written(int number) {
     Memory& memory = memories[number];
     const int writer = std::exchange(memory.writer, -1), before = memory.current;
+    if (calls[writer].rule->reshapes) {  // the contents are as they were
+      if (values[before].version == memory.version) values[before].version = memory.counter.current_version();
+      return;
+    }
     const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
     Value made;
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
@@ -373,6 +276,9 @@ struct Log {
     Value& old = values[before];
     if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
+  }
+  void meets(Met what) {
+    for (const auto& one : asked) one->met |= what;
   }
   bool is_in_subclass() const { return !open.empty() && calls[open.back()].of_subclass; }
   bool is_there(int v) const {

@@ -20,21 +20,34 @@ struct Other {
   int64_t place, nbytes;  // where its values are, or 0
 };
 
-inline PyObject* unpack_hook = nullptr;  // of the log
+inline PyObject* own_unpack = nullptr;  // the log's hook
 
-inline bool is_of_checkpoint(py::handle object) {
+inline bool is_of_module(py::handle object, const char* name) {
   const py::object module = py::getattr(object, "__module__", py::none());
-  return py::isinstance<py::str>(module) && std::string(py::str(module)) == "torch.utils.checkpoint";
+  return py::isinstance<py::str>(module) && std::string(py::str(module)) == name;
 }
+inline bool is_of_checkpoint(py::handle object) { return is_of_module(object, "torch.utils.checkpoint"); }
 
+// The hook that unpacks what is saved now, if that is not the log's.
+inline PyObject* unpack_of_others() {
+  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  if (hooks.empty()) return nullptr;
+  PyObject* const top = hooks.top().second.ptr(getPyInterpreter());
+  return top == own_unpack ? nullptr : top;
+}
 // Do a checkpoint's hooks save what is called now?
 inline bool runs_in_checkpoint() {
-  const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
-  if (hooks.empty()) return false;
-  PyObject* const top = hooks.top().second.ptr(getPyInterpreter());
-  if (top == unpack_hook) return false;
+  PyObject* const unpack = unpack_of_others();
+  if (unpack == nullptr) return false;
   const py::gil_scoped_acquire gil;
-  return is_of_checkpoint(top);
+  return is_of_checkpoint(unpack);
+}
+// Are they neither lean()'s nor a checkpoint's, which saves memory, too?
+inline bool are_hooks_of_others() {
+  PyObject* const unpack = unpack_of_others();
+  if (unpack == nullptr) return false;
+  const py::gil_scoped_acquire gil;
+  return !is_of_checkpoint(unpack) && !is_of_module(unpack, "leannorm.saving.unpacking");
 }
 
 // Is it the output of a checkpoint that is a function of autograd's (use_reentrant=True)?

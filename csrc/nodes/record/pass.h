@@ -16,7 +16,7 @@ struct Saved {
     at::ScalarType dtype;
     int64_t nbytes;
     bool dropped, by_node;
-    Why why;
+    Cause why;
   };
   std::vector<Tensor> tensors;  // those that nodes have saved, then those that others are made of
   int64_t held = 0, dropped = 0;
@@ -26,13 +26,13 @@ struct Saved {
     if (x.code) {
       instead = static_cast<int64_t>(x.held.nbytes());
       const auto sizes = x.held.sizes();
-      tensors.push_back({nullptr, x.code->name(), {sizes.begin(), sizes.end()}, x.held.scalar_type(), instead, false, false, Why::kNone});
+      tensors.push_back({nullptr, x.code->name(), {sizes.begin(), sizes.end()}, x.held.scalar_type(), instead, false, false, {}});
       held += instead;
       if (!x.listed) return;
     }
     const bool again = x.code || x.state == Value::kDropped;
     const int64_t nbytes = x.storage_bytes - std::min(instead, x.storage_bytes);
-    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, x.why});
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, said(x)});
     (again ? dropped : held) += nbytes;
   }
   // `counts`: its memory, which another one may have shown before.
@@ -45,7 +45,7 @@ struct Saved {
     for (const Tensor& t : tensors)
       rows.append(py::make_tuple(t.code != nullptr ? std::string(t.code) : t.by == nullptr ? std::string() : t.by->name,
                                  py::cast(std::vector<int64_t>(t.sizes.begin(), t.sizes.end())), dtype_of(t.dtype), t.nbytes, t.dropped,
-                                 static_cast<int>(t.why), t.by_node));
+                                 static_cast<int>(t.why.why), t.by_node, t.why.of == nullptr ? "" : *t.why.of));
     return rows;
   }
 };
@@ -89,6 +89,7 @@ struct Pass {
     const Log::Lock lock(*log);
     log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (!log->limit) encode_freed(*log, /*all=*/true);
+    note_those_alone();
     std::erase(log->following, &follower);
     follower.forget_times(*log);
     if (!log->following.empty()) log->policy = log->following.back()->policy;
@@ -99,6 +100,14 @@ struct Pass {
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
     if (current == log) current.reset();
+  }
+  // What no node made, and autograd alone has, such as the workspace of a recurrent layer.
+  void note_those_alone() {
+    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i) {
+      Value& x = log->values[log->listed[i]];
+      const bool unsaid = x.saves > 0 && x.call >= 0 && x.state == Value::kHeld && x.why == Why::kNone;
+      if (unsaid && x.made.numel() >= log->policy.smallest && x.made.dtype != at::kLong && is_ours_alone(*log, log->listed[i])) x.why = Why::kAlone;
+    }
   }
   bool packed() const { return log->packs > first_pack; }
   size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
@@ -139,7 +148,7 @@ inline void add_record(py::module_ module) {
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
-  unpack_hook = py::object(module.attr("record_unpack")).release().ptr();
+  own_unpack = py::object(module.attr("record_unpack")).release().ptr();
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
   module.def("bytes_in_use", &InUse::of_process);
   py::class_<Saved>(module, "RecordedTensors")
@@ -157,6 +166,7 @@ inline void add_record(py::module_ module) {
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("packed", &Pass::packed)
+      .def("met", [](const Pass& p) { return p.asked->met; })
       .def("seen", &Pass::seen)
       .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
         if (p.log->limit && p.log->limit->is_below(bytes)) return;  // that of a pass around it

@@ -21,12 +21,18 @@ inline Policy by_plan(Policy policy) {
   return policy;
 }
 
+// A name, for as long as the process runs; none if it is empty.
+inline const std::string* lasting(const std::string& name) {
+  static auto* const names = new std::unordered_set<std::string>();
+  return name.empty() ? nullptr : &*names->insert(name).first;
+}
+
 // What a plan says of the tensors that a pass saves, in order: the sign of each, is it dropped, and why it is kept.
 struct Places {
   struct Place {
     uint64_t sign;
     bool drops;
-    Why why;
+    Cause cause;
   };
   std::vector<Place> list;
 };
@@ -40,7 +46,8 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
 }
 
 // One pass's way along a plan. Where it is not as planned, or there is no plan, Python says what to do:
-// ask(place, (kind, sizes, strides, dtype, number)) -> (is it dropped, the plan from here on, why it is kept).
+// ask(place, (kind, sizes, strides, dtype, number)) -> (is it dropped, the plan from here on, why it is kept, because of
+// which operator).
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
@@ -48,7 +55,7 @@ struct Follower {
   int place = -1;   // the last one
   size_t first = 0;  // of what the log lists
   std::shared_ptr<Times> times;  // where a plan may be made of the pass
-  Why why = Why::kNone;
+  Cause cause;
 
   // The log notes times as long as an open pass wants them.
   void forget_times(Log& log) {
@@ -68,13 +75,13 @@ struct Follower {
     const std::string& kind = x.call < 0 ? unknown : log.calls[x.call].rule->name;
     if (plan && at < plan->list.size()) {
       const Places::Place& planned = plan->list[at];
-      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return why = planned.why, planned.drops;
+      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return cause = planned.cause, planned.drops;
     }
     const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
     const py::tuple said = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
     plan = said[1].is_none() ? nullptr : said[1].cast<std::shared_ptr<Places>>();
-    why = static_cast<Why>(said[2].cast<int>());
+    cause = {static_cast<Why>(said[2].cast<int>()), lasting(said[3].cast<std::string>())};
     log.policy = plan ? by_plan(policy) : policy;
     if (at == 0 && plan) forget_times(log);
     return said[0].cast<bool>();
@@ -82,9 +89,9 @@ struct Follower {
 };
 
 // A value that is saved, and that the plan keeps: it is what others are made of from now on.
-inline void keep(Log& log, int v, const Tensor& t, Why why) {
+inline void keep(Log& log, int v, const Tensor& t, const Cause& cause) {
   Value& x = log.values[v];
-  x.why = why;
+  x.why = cause.why, x.cause = cause;
   if (x.state != Value::kDropped) return;
   x.held = alias_of(t), x.state = Value::kHeld;
   x.sample = Sample::of(x.held);
@@ -194,6 +201,12 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
   return makes;
 }
 
+// What is said of a value that is held.
+inline Cause said(const Value& x) {
+  if (x.why == Why::kNotAtHand && x.cause.why != Why::kNone) return x.cause;
+  return {x.why, x.why == x.cause.why && x.why != Why::kCollective ? x.cause.of : nullptr};
+}
+
 // The calls from `first` on, all values, what was saved, and bytes of `others`, as recorded_timeline.py reads it.
 inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t others) {
   const Times& times = *of.times;
@@ -223,7 +236,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
                                  v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 static_cast<int>(x.why), inputs));
+                                 static_cast<int>(said(x).why), inputs, said(x).of == nullptr ? "" : *said(x).of));
   }
   for (const Times::Save& one : times.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
@@ -234,14 +247,14 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
 
 inline void add_plans(py::module_ module) {
   py::class_<Places, std::shared_ptr<Places>>(module, "Places")
-      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<int>& whys) {
+      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<int>& whys, const std::vector<std::string>& of) {
         auto made = std::make_shared<Places>();
         size_t i = 0;
         for (const auto one : calls) {
           const py::tuple call = py::reinterpret_borrow<py::tuple>(one);
           const auto dtype = reinterpret_cast<THPDtype*>(call[3].ptr())->scalar_type;
           const auto sizes = call[1].cast<std::vector<int64_t>>(), strides = call[2].cast<std::vector<int64_t>>();
-          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), static_cast<Why>(whys.at(i))});
+          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), {static_cast<Why>(whys.at(i)), lasting(of.at(i))}});
           ++i;
         }
         return made;

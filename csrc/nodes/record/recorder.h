@@ -65,7 +65,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
-  if (value.held.defined() && !value.copied && value.refs > value.saves) {
+  if (value.held.defined() && !value.copied && value.refs > value.saves && !call.rule->reshapes) {
     if (value.call < 0 && is_gathered(log, t)) return;
     const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
     if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
@@ -104,6 +104,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   if (!current || busy) return nullptr;
   Rule* const rule = rules.of(fn);
   if (rule == nullptr) return nullptr;
+  if (rules.is_compiled(rule)) return current->meets(kCompiled), nullptr;
   if (rule->sends) {
     const Log::Lock lock(*current);
     for (const int call : current->open) current->calls[call].sends = true;
@@ -163,6 +164,10 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   }
 }
 
+inline bool is_differentiable(const std::vector<IValue>& results) {
+  return std::any_of(results.begin(), results.end(), [](const IValue& v) { return v.isTensor() && v.toTensor().requires_grad(); });
+}
+
 inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   if (context == nullptr) return;
   auto* const opened = static_cast<Opened*>(context);
@@ -183,6 +188,7 @@ inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
     }
     ++out;
   }
+  if (log.calls[number].grad_mode && !log.calls[number].outs.empty() && are_hooks_of_others() && is_differentiable(fn.outputs())) log.meets(kOthersHooks);
   const auto waiting = std::exchange(log.calls[number].waiting, {});
   for (const int v : waiting) decide(log, v);
 }

@@ -53,6 +53,7 @@ struct Rule {
   bool edits = false;       // its result is its first argument, written
   bool functional = false;  // `again` makes a new tensor of what `op` writes
   bool fills = false;
+  bool reshapes = false;    // in place, and only how the tensor shows its memory
   bool ours = false;        // of leannorm, whose autograd functions call it below autograd
   bool sends = false;       // to other ranks, which do not repeat it
   bool by_statistics = false;  // batch norm: by the scale and shift that its statistics give
@@ -87,9 +88,9 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   made->sends = sends(made->name);
   if (made->name.rfind("c10d::", 0) == 0 && made->name != "c10d::send") made->writes.push_back(0);
   if (made->name == "fsdp::split_with_sizes_copy") made->writes.clear();  // weights come back to where they were before
-  bool shows = false, seeded = false;  // a view of an argument; random numbers
+  bool shows = false, seeded = false, reshapes = false;  // a view of an argument; random numbers; as `Rule::reshapes`
   for (const auto& result : schema.returns()) shows |= result.alias_info() && made->writes.empty();
-  for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded;
+  for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded, reshapes |= tag == at::Tag::inplace_view;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) || shows) made->kind = Kind::kSkip;
   else made->kind = seeded || made->sends ? Kind::kOnce : Kind::kCheap;
   if (const auto row = table().find(name.name); row != table().end()) {
@@ -98,6 +99,10 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
     made->writes.append(of.writes.begin(), of.writes.end());
     if (of.instead == "scale and shift") made->by_statistics = true;
     else if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;
+  }
+  if (reshapes && made->kind == Kind::kCheap) {
+    made->reshapes = true, made->kind = Kind::kOnce;
+    return made;
   }
   const bool writes = !made->writes.empty() && made->gate < 0;
   if (!writes || made->kind == Kind::kOnce || made->kind == Kind::kSkip) return made;
@@ -124,10 +129,15 @@ class Rules {
     const auto known = by_name_.find(key);
     if (known != by_name_.end()) return known->second;
     Rule* rule = nullptr;  // not an operator
-    if (const auto name = call.operator_name())
+    if (const auto name = call.operator_name()) {
       if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) rule = only(rule_of(*op));
+    } else if (std::strcmp(call.name(), "CompiledFunction") == 0) {
+      rule = &compiled_;
+    }
     return by_name_.emplace(key, rule).first->second;
   }
+  // Is it what runs a compiled graph? That is a function of autograd, of which only the name is told.
+  bool is_compiled(const Rule* rule) const { return rule == &compiled_; }
   // A library of a user's may have gone, and another may have come to its addresses. Calls keep their rules, which are few.
   void forget_others() {
     for (auto one = by_name_.begin(); one != by_name_.end();) {
@@ -144,6 +154,7 @@ class Rules {
   };
   ska::flat_hash_map<std::pair<const char*, const char*>, Rule*, Hash> by_name_;
   std::unordered_map<uint64_t, std::vector<std::unique_ptr<Rule>>> made_;
+  Rule compiled_;
 
   // The rule that was made before of the same operator, if one was.
   Rule* only(std::unique_ptr<Rule> made) {

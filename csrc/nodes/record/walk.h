@@ -41,6 +41,7 @@ class Walk {
 
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
+  Cause cause;  // the first that was found
 
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
@@ -60,6 +61,7 @@ class Walk {
   int64_t may_hold_, may_copy_;  // bytes; the latter of what was there before the pass
 
   bool says(Why reason, int v) {
+    if (const int call = log_.values[v].call; cause.why == Why::kNone && call >= 0) cause = {reason, v == top_ ? nullptr : &log_.calls[call].rule->name};
     if (why == Why::kNone || reason == Why::kCheckpointed || (v == top_ && why != Why::kCollective && why != Why::kCheckpointed)) why = reason;
     return false;
   }
@@ -125,7 +127,7 @@ class Walk {
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;
-    const bool product = call.rule->kind == Kind::kProduct;
+    const bool product = call.rule->kind == Kind::kProduct, window = product && call.rule->formula == Formula::kNone;
     if (product && !policy.everything && (!policy.products || is_costly(log_, call))) return says(Why::kNotRepeated, v);
     bool needed = false;  // then how it is made again is settled
     for (const int out : call.outs) needed |= log_.values[out].state == Value::kDropped;
@@ -142,8 +144,10 @@ class Walk {
       runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
     });
     if (!all) return says(log_.calls[of.call].in_checkpoint ? Why::kCheckpointed : Why::kNotAtHand, v);
+    if (window && products > 0 && !policy.everything) return says(Why::kNotRepeated, v);  // it is small, and the product behind it larger
     sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;
-    if (runs > policy.runs || sums > policy.sums || products > policy.row) return says(Why::kTooDeep, v);
+    if (runs > policy.runs) return says(Why::kTooDeep, v);
+    if (sums > policy.sums || products > policy.row) return says(policy.everything ? Why::kTooDeep : Why::kNotRepeated, v);
     Value& x = log_.values[v];
     x.runs = runs, x.sums = sums, x.products = products;
     return true;
@@ -327,14 +331,15 @@ inline void decide(Log& log, int v) {
   const Tensor was = std::exchange(x.held, {});
   Walk walk(log, v, 0);
   bool can = walk.able(v);
-  Why why = walk.why;
+  const Why why = walk.why;
+  const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
   if (!can) {  // by what nobody saves and is smaller, such as what was cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
     can = again.able(v), taken = std::move(again.taken);
   }
   log.values[v].held = was;
-  if (!can) return void(log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why);
+  if (!can) return void((log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why, log.values[v].cause = cause));
   const Call& call = log.calls[log.values[v].call];
   for_inputs(log, call, [&](int in) { need(log, in, taken); });
   if (!has_its_bits(log, v)) {

@@ -145,6 +145,7 @@ class ForwardPass:
             self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
             self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+            self.ledger.add(self._recorded.recorded)
             return self._recorded.pack
         around, following = self._frames_around, self._following
         place = None if following or from_here or layers or hooks else self._place
@@ -169,9 +170,8 @@ class ForwardPass:
         nodes = nodes_made() - self._nodes
         self._stack.close()
         if self._recorded is not None:
-            recorded = self._recorded.close()
+            self._recorded.close()
             self._freed_within = self._recorded.is_mostly_gone
-            self.ledger.add(recorded)
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()

@@ -44,8 +44,11 @@ _MANY = 4096  # values of a pass
 class Rows(Protocol):
     """What a recorded pass saved: its bytes, and a row for each tensor."""
 
-    kept: int
-    rebuilt: int
+    @property
+    def kept(self) -> int: ...
+
+    @property
+    def rebuilt(self) -> int: ...
 
     def rows(self) -> list[Row]: ...
 
@@ -107,7 +110,7 @@ class Ledger:
         self._closed = [*itertools.chain(*self._plain), *made]
 
     def add(self, recorded: Rows) -> None:
-        """Add what a recorded pass saved."""
+        """Add what a recorded pass saves."""
         self._recorded.append(recorded)
 
     def is_mostly_gone(self) -> bool:

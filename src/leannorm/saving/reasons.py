@@ -166,6 +166,11 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
             yield f"{share:.2f} of the bytes are {whose} {node}{made_of}, and kept: {reason}"
 
 
+def made_of(why: str, operator: str) -> str:
+    """The reason, where it applies to an operator that what is kept was made of."""
+    return f"{why}: {operator}" if why and operator else why
+
+
 def of_collective(tensor: Tensor) -> str:
     """The reason, if it is what a DTensor gives as its local tensor while a collective is under way."""
     return COLLECTIVE if hasattr(type(tensor), "trigger_wait") else ""

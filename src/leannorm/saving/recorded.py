@@ -56,7 +56,10 @@ _WHYS = (
     reasons.COLLECTIVE,
     reasons.SHARDED,
     reasons.CHECKPOINTED,
+    reasons.KEPT,
 )
+# bits of `Met` in log.h
+_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -193,20 +196,22 @@ class RecordedPass:
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
+        self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
         self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
-    def close(self) -> Recorded:
-        """Stop recording; what the pass saved, and what of it is still there."""
+    def close(self) -> None:
+        """Stop recording; note what the pass saved, and what of it is still there."""
         if self._way is not None and self._way.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
         self.missed = self._pass.missed()
-        seen, recorded = self._pass.seen(), Recorded(self._pass.saved())
+        self.recorded.close()
         self.seen = self._pass.packed()
-        self.is_mostly_gone = len(recorded) < seen / 8
-        return recorded
+        self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
+        met = self._pass.met() if self.seen else 0
+        self.reasons.update(reason for bit, reason in _MET.items() if met & bit)
 
     @property
     def calls(self) -> list[Call]:
@@ -224,12 +229,32 @@ class RecordedPass:
 
 
 class Recorded:
-    """What one pass held when it closed: its bytes, and rows once they are read."""
+    """What one pass holds; from `close` on, what it held then."""
 
-    def __init__(self, saved: Any) -> None:
-        self._saved = saved
-        self.kept: int = saved.held
-        self.rebuilt: int = saved.dropped
+    def __init__(self, saved: Callable[[], Any]) -> None:
+        self._now: Callable[[], Any] | None = saved
+        self._then: Any = None
+
+    def close(self) -> None:
+        """Remember what is held now."""
+        assert self._now is not None
+        self._then, self._now = self._now(), None
+
+    @property
+    def _saved(self) -> Any:
+        return self._then if self._now is None else self._now()
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are held."""
+        nbytes: int = self._saved.held
+        return nbytes
+
+    @property
+    def rebuilt(self) -> int:
+        """Bytes that are made again."""
+        nbytes: int = self._saved.dropped
+        return nbytes
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -237,6 +262,6 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, _WHYS[why] if by_node else "")
-            for name, shape, dtype, nbytes, dropped, why, by_node in self._saved.rows()
+            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(_WHYS[why * by_node], of))
+            for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from leannorm.autograd.nodes import NODES
+from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.rates import rates_for
@@ -25,17 +26,18 @@ class Way:
         self._calls: list[Call] = []
         self.failed: Exception | None = None
 
-    def ask(self, place: int, call: Call) -> tuple[bool, Any, int]:
-        """May the tensor at this place be dropped, what is followed from here on, and why it is held."""
+    def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
+        """May the tensor at this place be dropped, what is followed from here on, and why it is held: the
+        place of the reason, and the operator to which it applies."""
         following = self.following
         try:
             self._reach(place)
             self._calls.append(call)
             drops = following.rebuilds(self._calls)
-            return drops, self._followed(), self._whys.index(following.why(place))
+            return drops, self._followed(), *self._why(place)
         except Exception as error:  # a plan is never worth an error in the forward pass
             self.failed = error
-            return True, None, 0
+            return True, None, 0, ""
 
     def calls(self, count: int) -> list[Call]:
         """All that the pass saved, of `count` places."""
@@ -48,14 +50,19 @@ class Way:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
 
+    def _why(self, place: int) -> tuple[int, str]:
+        why, _, of = self.following.why(place).partition(": ")
+        return self._whys.index(why), of
+
     def _followed(self) -> Any:
         entry = self.following.entry
         if entry is None:
             return None
         if entry.places is None:
             plan = entry.plan
-            whys = [self._whys.index(self.following.why(place)) for place in range(len(plan.rebuild))]
-            entry.places = NODES.Places(plan.made_for.calls, list(plan.rebuild), whys)
+            whys = [self._why(place) for place in range(len(plan.rebuild))]
+            reason, of = [why for why, _ in whys], [of for _, of in whys]
+            entry.places = NODES.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
         return entry.places
 
     def passed(self, told: tuple[Any, ...], count: int, said: Counter[str]) -> Pass:
@@ -66,7 +73,11 @@ class Way:
         timeline = Timeline(told, rates)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
-        whys = {place: self._whys[value.why] for place, value in kept if value.why and not value.makes}
+        whys = {
+            place: reasons.made_of(self._whys[value.why], value.of)
+            for place, value in kept
+            if value.why and not value.makes
+        }
         return Pass(
             tuple(self.calls(count)), lines, places, hooks=rates.hold * len(timeline.saves), whys=whys
         )
