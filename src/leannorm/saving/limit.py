@@ -22,7 +22,7 @@ _LEARNED: dict[Hashable, Any] = {}  # by the line that opens a pass
 
 
 class Limit(NamedTuple):
-    """Of one pass. `learned`: what passes at its place have learned, in C++; `before`: bytes when it began."""
+    """Of one pass. `learned`: what passes at its place have learned, in C++; `before`: bytes at its start."""
 
     nbytes: int
     learned: Any
