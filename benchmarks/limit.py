@@ -6,9 +6,9 @@ A ResNet-50 (16 images of 128×128), a Llama of 4 layers and width 512 (four seq
 one batch of six of twice as many), and nnU-Net's network (two cubes of 64³; without its package, one of two
 stages). The limit is what the process has before its first step, and a share of what plain PyTorch's steps
 take beyond that at their highest; each limit has a process of its own. There each batch is trained on in
-plain PyTorch and under the limit, alternating: gradients are compared bit for bit, the peak is the system's count of
-the process (`VmHWM`, without pages of files), and times are medians of ratios. Freed memory goes back to the
-system before each step. Linux alone.
+plain PyTorch and under the limit, alternating: gradients are compared bit for bit, the peak is the system's
+count of the process (`VmHWM`, without pages of files), and times are medians of ratios. Freed memory goes back
+to the system before each step. Linux alone.
 """
 
 from __future__ import annotations
