@@ -7,8 +7,8 @@ one batch of six of twice as many), and nnU-Net's network (two cubes of 64³; wi
 stages). The limit is what the process has before its first step, and a share of what plain PyTorch's steps
 take beyond that at their highest; each limit has a process of its own. There each batch is trained on in
 plain PyTorch and under the limit, alternating: gradients are compared bit for bit, the peak is the system's
-count of the process (`VmHWM`, without pages of files), and times are medians of ratios. Freed memory goes back
-to the system before each step. Linux alone.
+count of the process (`VmHWM`, without pages of files), and times are medians of ratios. Freed memory goes
+back to the system before each step. Linux alone.
 """
 
 from __future__ import annotations
