@@ -21,11 +21,11 @@ from benchmarks import record
 FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = ("digits", "timm_loop", "transformers_trainer", "mixture_of_experts", "lightning_digits",
            "two_ranks", "unet_denoising", "segment_a_volume", "deploy", "memory_over_a_step",
-           "padded_speech")  # fmt: skip
+           "padded_speech", "never_out")  # fmt: skip
 # stock's MB and ours, by `examples/measure.py` and by the notebook
 HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +held +([\d.]+) MB", re.M)
 SETTINGS = ("norm", "conv")
-SHOWN = ("digits", "two_ranks", "padded_speech")  # a page has what they print
+SHOWN = ("digits", "two_ranks", "padded_speech", "never_out")  # a page has what they print
 MODEL, MEMORY = "timm:resnet18", "8GiB"
 
 

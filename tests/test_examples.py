@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from leannorm.autograd.nodes import NODES
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
@@ -46,7 +48,7 @@ SCRIPTS = [
 ]
 
 
-OTHERS = ("two_ranks", "memory_over_a_step", "padded_speech")
+OTHERS = ("two_ranks", "memory_over_a_step", "padded_speech", "never_out")
 
 
 def output_of(*command, folder):
@@ -115,6 +117,18 @@ def test_padding_does_not_shift_a_conformer(tmp_path):
     last = {name: float(shifts[-1]) for name, *shifts in rows}
     assert last["batch norm, torch"] > 1 > 1e-4 > last["batch norm, ours"]
     assert last["group norm, torch"] > 1 > 1e-4 > last["group norm, ours"]
+
+
+@pytest.mark.skipif(
+    NODES is None or not Path("/proc/self/status").exists(), reason="needs Linux and the C++ nodes"
+)
+def test_a_run_that_never_runs_out_of_memory(tmp_path):
+    printed = output_of(sys.executable, str(EXAMPLES / "never_out.py"), folder=tmp_path)
+    assert re.search(r"plain PyTorch: out of memory in step 5, a batch of \(4, 1000\)", printed), printed
+    assert 'lean(limit="device"): all 12 steps' in printed, printed
+    again, steps = re.search(r"compute something again: (\d+) of (\d+)", printed).groups()
+    assert 2 <= int(again) < int(steps) == 12, printed  # the two long ones at least, and not all
+    assert "the losses of the first 5 steps are the same" in printed, printed
 
 
 def source_of(cells):

@@ -18,6 +18,7 @@ from leannorm.report.fit import _largest, bytes_of, fit
 from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
 from leannorm.report.settings import settings_for
+from leannorm.saving import lean
 
 
 def convolutional():
@@ -212,6 +213,18 @@ def test_one_unit_is_told_and_no_fit_is_a_failure(capsys):
     assert "MB" not in out
     assert main([*asked, "20KB"]) == 1
     assert "Not even 2 samples fit in 20KB: they need" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", ["100MB", 10**8, "20KB"])
+def test_it_ends_with_the_limit_for_batches_that_vary(memory, capsys):
+    fit(convolutional, (3, 32, 32), memory, recompute=["norm"]).print()
+    *_, last = capsys.readouterr().out.strip().splitlines()
+    if memory == "20KB":  # where nothing fits, a limit is of no use
+        assert "limit=" not in last
+        return
+    (code,) = re.findall(r"with leannorm\.(lean\(limit=.*?\)):", last)
+    assert eval(code, {"lean": lambda limit: bytes_of(limit)}) == 10**8
+    eval(code, {"lean": lean})  # raises for what is no limit
 
 
 def test_bad_arguments_are_refused():

@@ -89,6 +89,7 @@ class FitReport(Report):
         yield from map(Line, self._what_to_type())
         yield from map(Line, self._why_no_larger())
         yield from map(Line, self._first_passes())
+        yield from map(Line, self._of_other_sizes())
 
     def _what_to_type(self) -> Iterator[str]:
         """The line of code for the largest batch; if two settings are equal, the cheaper one."""
@@ -126,6 +127,15 @@ class FitReport(Report):
                     f"{one.name}: as many samples as fit in the first pass, which makes the plan; "
                     f"later passes take {later}."
                 )
+
+    def _of_other_sizes(self) -> Iterator[str]:
+        """The line of code for batches that are not like these samples; it keeps to the memory by itself."""
+        if any(one.batch for one in self.fits):
+            limit = self.asked or f"{self.memory}B"
+            yield (
+                f'If sizes vary from batch to batch, on a CPU: with leannorm.lean(limit="{limit}"):  # the whole'
+                " process's memory"
+            )
 
     def _in_words(self, column: Sequence[int]) -> list[str]:
         """In the unit in which the memory was asked for."""

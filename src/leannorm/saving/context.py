@@ -42,6 +42,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         lean(budget=0.3)    keeps at most 0.3 of plain PyTorch's bytes
         lean(overhead=0.1)  keeps as little as a tenth more time allows
         lean(peak=0.6)      lowers the peak of a step to 0.6 of plain PyTorch's, or to "8GiB"
+        lean(limit="8GiB")  keeps everything until the process comes near this memory
 
     In a `with` statement around the forward pass of any eager model, or as a decorator, `@leannorm.lean()`,
     of a function that runs it; the model is not changed, and `backward()` comes after it.
@@ -63,6 +64,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             before it, such as weights, the optimizer's state or gradients that are added to. The first
             pass is a timeline of when everything is made, read last and freed; later ones take the least
             time that fits.
+        limit: in place of these, the memory that the whole process may have: bytes, as `8 * 2**30` or
+            "8GiB", or "device": what the machine, the control group and `ulimit` leave. Everything is kept
+            until memory runs short; then saved tensors are dropped while the forward pass goes on, those
+            that take the least to rebuild first. Sizes may vary from pass to pass. What a backward pass
+            takes is learned at each place. Needs CPU tensors, Linux and the C++ nodes; elsewhere `reasons`
+            says so, and as little is kept as can be.
         held: other saved-tensor hooks for the tensors that must be kept, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
@@ -80,13 +87,13 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     is kept.
 
     Passes of which a rebuild frees less than 4 MiB are left as they are from their second time at a place on,
-    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
+    unless `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
 
     `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
     left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or
     `peak` chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all
-    is well. What concerns the whole pass (compiled code, others' hooks, a budget or peak out of reach) is
-    also warned of, once per cause.
+    is well. What concerns the whole pass (compiled code, others' hooks, a budget, peak or limit out of
+    reach) is also warned of, once per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
     `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
@@ -99,8 +106,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     numbers.
 
     Raises: `InputError` for an unknown `recompute` (a model, say: that is `make_lean`'s), a `budget`
-    outside (0, 1], a negative `overhead`, a `peak` that is neither share nor bytes, two of them, a `held`
-    that is no hooks, or what it cannot decorate (classes, generators, coroutines); in the backward pass
+    outside (0, 1], a negative `overhead`, a `peak` that is neither share nor bytes, a `limit` that is no
+    bytes, two of them, a `held` that is no hooks, or what it cannot decorate (classes, generators,
+    coroutines); at the first pass for a `limit` below what the process has; in the backward pass
     `RebuildError` for a rebuilt tensor that is not the one that was saved.
 
     >>> import torch, leannorm

@@ -169,14 +169,14 @@ def make_lean(
     object of the last pass in this thread: what it kept, and why no less; None before the first pass.
 
     Passes of which a rebuild frees less than 4 MiB are left as they are from this model's second one on,
-    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
+    unless `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
 
     Args:
         model: any model; it is changed in place.
-        recompute, budget, overhead, peak, held, verify, head: as in `lean`: what is rebuilt, the share of
-            the bytes to keep, the share of a step's time to spend, the peak of a step, the hooks for what
-            must be kept, a check, and logits that are not computed. What the loss allocates outside of the
-            model's forward pass is not known to a peak.
+        recompute, budget, overhead, peak, limit, held, verify, head: as in `lean`: what is rebuilt, the
+            share of the bytes to keep, the share of a step's time to spend, the peak of a step, the memory
+            of the process, the hooks for what must be kept, a check, and logits that are not computed. What
+            the loss allocates outside of the model's forward pass is not known to a peak; a limit learns it.
 
     Raises: `InputError` as `lean` does; the model is unchanged then.
 
