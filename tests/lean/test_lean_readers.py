@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -210,3 +211,25 @@ def test_a_subclass_that_refuses_everything_is_held(most, monkeypatch, with_and_
             with context:
                 loss = Double.apply(strict).sum()
             loss.backward()
+
+
+def test_a_forward_pass_whose_thread_has_ended():
+    model, x, made = (
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)),
+        torch.randn(256, 64),
+        [],
+    )
+
+    def forward():
+        with lean("conv") as saved:
+            made.extend([model(x).square().mean(), saved])
+
+    for _ in range(3):
+        made.clear()
+        thread = Thread(target=forward)
+        thread.start(), thread.join()
+        loss, saved = made
+        ours = torch.autograd.grad(loss, list(model.parameters()))
+        stock = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        assert all(map(torch.equal, ours, stock))
+        assert any(record.rebuilt for record in saved.records)

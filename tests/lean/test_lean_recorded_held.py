@@ -302,7 +302,9 @@ def test_verify_keeps_everything(verify):
     assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad((x * 2).exp().cos().sum(), x)[0])
 
 
-@pytest.mark.parametrize("settings", [{}, {"held": (torch.clone, torch.clone)}, {"verify": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"held": (torch.clone, torch.clone)}, {"verify": True}], ids=["norm", "held", "verify"]
+)
 def test_no_pass_is_left(settings, monkeypatch):
     """Each has a log of its own, which nothing that the pass hands to C++ may keep alive."""
     passes, init = [], recorded.RecordedPass.__init__

@@ -171,3 +171,21 @@ def test_small_views_of_a_large_tensor_are_rebuilt_with_it():
         return found
 
     assert_as_stock(program)
+
+
+def test_a_transpose_in_place_changes_no_contents():
+    def program(context):
+        found = []
+        for _ in range(3):
+            x = torch.randn(64, 48, requires_grad=True)
+            with context() as saved:
+                y = x.exp()
+                loss = (F.silu(y.sin().transpose_(0, 1)) * 2).square().sum() + y.square().sum()
+            if saved is not None:
+                assert saved.rebuilt_bytes > saved.kept_bytes
+                assert not saved.reasons
+            loss.backward()
+            found.append(x.grad)
+        return found
+
+    assert_as_stock(program)

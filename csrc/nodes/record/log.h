@@ -47,8 +47,8 @@ struct Elsewhere {
   bool is_other = true;  // is what they return other memory?
 };
 // What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
-// what is held; `owns`, is a tensor a weight that is freed and gathered again (each may be None); `other`, the sizes, place
-// and bytes of a tensor that the log cannot read. `met`, while it is open: what `Met` lists.
+// what is held; `owns`, is a tensor a weight that is freed and gathered again, as `gathered` says (each may be None); `other`,
+// the sizes, place and bytes of a tensor that the log cannot read. `met`, while it is open: what `Met` lists.
 struct Asked {
   py::object flags, layer, hold, owns, other;
   int met = 0;
@@ -301,5 +301,17 @@ struct Log {
 };
 
 inline thread_local std::shared_ptr<Log> current;
+
+// Whose weight is it: nobody's (0), one that is gathered and gets what it held before (1), of a module that does not run
+// now (2), which may have freed it when the backward pass comes.
+inline int gathered(const Log& log, const Tensor& t) {
+  const auto& first = log.first;
+  if (!first || !first->owns) return 0;
+  const py::gil_scoped_acquire gil;
+  return first->owns.is_none() ? 0 : py::cast<int>(first->owns(t));
+}
+inline bool is_idle(const Log& log, const Value& x, const Tensor& memory) {
+  return log.gathers && x.call < 0 && !x.copied && gathered(log, memory) == 2;
+}
 
 }  // namespace leannorm::recording

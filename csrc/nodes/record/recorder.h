@@ -17,14 +17,6 @@ struct Opened : at::ObserverContext {
   int call = -1;
 };
 
-// Is it a weight that is gathered, and gets what it held before?
-inline bool is_gathered(const Log& log, const Tensor& t) {
-  const auto& first = log.first;
-  if (!first || !first->owns) return false;
-  const py::gil_scoped_acquire gil;
-  return !first->owns.is_none() && py::cast<bool>(first->owns(t));
-}
-
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
   if (!t.defined()) return;
   if (call.rule->formula == Formula::kMatrix) call.whole.push_back(t.dim() == 0 ? 1 : t.size(-1));
@@ -35,7 +27,7 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   const size_t known = log.values.size();
   const int v = log.value_or_new(t);
   Value& x = log.values[v];
-  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && is_gathered(log, t))  // a norm's, before it is freed
+  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0)  // a norm's, before it is freed
     x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
   int geometry = -1;
   if (!log.values[v].made.is_of(t)) {
@@ -66,7 +58,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   const int v = log.value_or_new(t);
   Value& value = log.values[v];
   if (value.held.defined() && !value.copied && value.refs > value.saves && !call.rule->reshapes) {
-    if (value.call < 0 && is_gathered(log, t)) return;
+    if (value.call < 0 && gathered(log, t) > 0) return;
     const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
     if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
   }

@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -121,7 +122,8 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   return made;
 }
 
-// Rules by the addresses of an operator's names, which live as long as the operator.
+// One thread's rules by the addresses of an operator's names, which live as long as the operator. The rules themselves are
+// never freed: a log may be read when the thread of its forward pass has ended.
 class Rules {
  public:
   Rule* of(const at::RecordFunction& call) {
@@ -132,12 +134,12 @@ class Rules {
     if (const auto name = call.operator_name()) {
       if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) rule = only(rule_of(*op));
     } else if (std::strcmp(call.name(), "CompiledFunction") == 0) {
-      rule = &compiled_;
+      rule = compiled();
     }
     return by_name_.emplace(key, rule).first->second;
   }
   // Is it what runs a compiled graph? That is a function of autograd, of which only the name is told.
-  bool is_compiled(const Rule* rule) const { return rule == &compiled_; }
+  static bool is_compiled(const Rule* rule) { return rule == compiled(); }
   // A library of a user's may have gone, and another may have come to its addresses. Calls keep their rules, which are few.
   void forget_others() {
     for (auto one = by_name_.begin(); one != by_name_.end();) {
@@ -153,12 +155,18 @@ class Rules {
     }
   };
   ska::flat_hash_map<std::pair<const char*, const char*>, Rule*, Hash> by_name_;
-  std::unordered_map<uint64_t, std::vector<std::unique_ptr<Rule>>> made_;
-  Rule compiled_;
+
+  static Rule* compiled() {
+    static auto* const rule = new Rule();
+    return rule;
+  }
 
   // The rule that was made before of the same operator, if one was.
-  Rule* only(std::unique_ptr<Rule> made) {
-    auto& others = made_[made->id];
+  static Rule* only(std::unique_ptr<Rule> made) {
+    static auto* const all = new std::unordered_map<uint64_t, std::vector<std::unique_ptr<Rule>>>();
+    static auto* const mutex = new std::mutex();
+    const std::lock_guard lock(*mutex);
+    auto& others = (*all)[made->id];
     for (const auto& other : others)
       if (*other->op == *made->op && other->again == made->again && other->kind == made->kind) return other.get();
     return others.emplace_back(std::move(made)).get();

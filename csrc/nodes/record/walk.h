@@ -26,7 +26,7 @@ inline bool are_filled(const Log& log, int v) {
     left.pop_back();
     if (!looked.insert(one).second) continue;
     const Value& x = log.values[one];
-    if (x.held.defined()) all = log.is_filled(x);
+    if (x.held.defined()) all = log.is_filled(x) && !is_idle(log, x, x.held);
     else if (x.state == Value::kDropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
   return all;
@@ -46,6 +46,7 @@ class Walk {
   // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
   bool able(int v, int depth = 64) {
     Value& x = log_.values[v];
+    if (x.held.defined() && is_idle(log_, x, x.held)) return says(Why::kFreed, v);
     if (x.held.defined())
       return !x.lost && (x.copied || (log_.is_there(v) && !log_.memories[x.memory].sent)) && log_.is_filled(x) && (x.saves == 0 || x.number < before_);
     if (x.state == Value::kDropped) return are_filled(log_, v);
@@ -62,7 +63,8 @@ class Walk {
 
   bool says(Why reason, int v) {
     if (const int call = log_.values[v].call; cause.why == Why::kNone && call >= 0) cause = {reason, v == top_ ? nullptr : &log_.calls[call].rule->name};
-    if (why == Why::kNone || reason == Why::kCheckpointed || (v == top_ && why != Why::kCollective && why != Why::kCheckpointed)) why = reason;
+    const bool is_final = why == Why::kCollective || why == Why::kCheckpointed || why == Why::kFreed;
+    if (why == Why::kNone || reason == Why::kCheckpointed || (v == top_ && !is_final)) why = reason;
     return false;
   }
   bool takes(int v) {
@@ -71,6 +73,7 @@ class Walk {
     if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
+    if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return says(Why::kFreed, v);
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
     if (x.call < 0) {  // it was there before the pass
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be held

@@ -189,7 +189,7 @@ class RecordedPass:
             None if self._way is None else self._way.ask,
             layer=None if layers is None else layers.at_work,
             hold=None if hooks is None else partial(_hold, self.reasons, hooks),
-            owns=units.owns if units.exist else None,
+            owns=units.owner_runs if units.exist else None,
             other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),

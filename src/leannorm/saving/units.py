@@ -42,6 +42,11 @@ class Units:
         """Is it a unit's weight, or a part of one?"""
         return self._owner_of(tensor) is not None
 
+    def owner_runs(self, tensor: Tensor) -> int:
+        """0: it is no unit's weight; 1: of one that runs now; 2: of one that does not, as in `freed`."""
+        unit = self._owner_of(tensor)
+        return 0 if unit is None else 1 if unit._training_state.name == "FORWARD" else 2
+
     def _owner_of(self, tensor: Tensor) -> Any:
         memory = tensor.untyped_storage()._cdata
         if memory not in self._owners:
