@@ -133,8 +133,8 @@ class FitReport(Report):
         if any(one.batch for one in self.fits):
             limit = self.asked or f"{self.memory}B"
             yield (
-                "If sizes vary from batch to batch, on a CPU:"
-                f' with leannorm.lean(limit="{limit}"):  # the whole process\'s memory'
+                f'If sizes vary from batch to batch, on a CPU: with leannorm.lean(limit="{limit}"):  # the'
+                " whole process's memory"
             )
 
     def _in_words(self, column: Sequence[int]) -> list[str]:
