@@ -185,8 +185,9 @@ inline PyObject* pack(PyObject*, PyObject* given) {
     keeps = !plain(local);
   }
   if (keeps) {
-    const bool is_sent = PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(given)), "trigger_wait");  // a collective is under way
-    if (current && !busy && t.numel() >= current->policy.smallest && !(t.is_leaf() && t.requires_grad()) && !is_sent) current->meets(kSubclasses);
+    auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(given));
+    const bool subclass = type != THPVariableClass && type != ParameterClass && !PyObject_HasAttrString(type, "trigger_wait");  // a collective's is none
+    if (current && !busy && subclass && t.numel() >= current->policy.smallest && !(t.is_leaf() && t.requires_grad())) current->meets(kSubclasses);
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
