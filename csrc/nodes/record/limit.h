@@ -58,6 +58,7 @@ struct Pages {
 
 // Bytes of this process, as the C library counts what tensors take; another allocator in its place is not counted.
 struct InUse {
+  static constexpr int kLarge = 1 << 20;
   int64_t allocated = 0, free = 0;
 
   static InUse now() {
@@ -90,10 +91,11 @@ struct InUse {
     return std::max(before, seen);
   }
   static int64_t read_resident() { return Pages::read().resident; }
-  // Memory that was freed and that the C library has kept goes back to the system.
+  // Memory that was freed and that the C library has kept goes back to the system; from now on that of each large tensor
+  // does at once. Pages that lie between what is in use are the process's all the same, and come to as much again.
   static void trim() {
 #ifdef __GLIBC__
-    malloc_trim(0);
+    mallopt(M_MMAP_THRESHOLD, kLarge), malloc_trim(0);
 #endif
   }
 };
@@ -104,6 +106,7 @@ struct Learned {
   static constexpr double kAtFirst = 6, kWithin = 5;  // what is allocated within a node, as gradients and workspaces, is not seen
   std::atomic<double> beyond = -1;  // not known yet
   std::atomic<double> saved = 0;    // all that the last pass has saved
+  std::atomic<int64_t> passed = 0;  // bytes that the process had in it at most, if more than the limit
 
   void note(double taken, double all) {  // what was more than expected counts at once, what was less by degrees
     const double before = beyond.load();
@@ -117,21 +120,22 @@ class Limit {
   static constexpr double kMargin = 0.03;  // of the limit, for memory between allocations
 
   Limit(int64_t bytes, std::shared_ptr<Learned> learned)
-      : bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)),
+      : limit_(bytes), bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)),
         others_(InUse::of_others()) {
-#ifdef __GLIBC__
-    // `ulimit` also counts memory that was freed and lies between what is in use: with pages of its own, a tensor leaves none.
-    static const bool by_pages = Pages::room() == std::numeric_limits<int64_t>::max() || mallopt(M_MMAP_THRESHOLD, 1 << 20);
-    (void)by_pages;
-#endif
+    static std::atomic<bool> trimmed = false;  // `ulimit` counts all pages, before any of them is written
+    if (Pages::room() < std::numeric_limits<int64_t>::max() && !trimmed.exchange(true)) InUse::trim();
   }
   Limit(const Limit&) = delete;
   ~Limit() {  // all that was saved is gone
     const auto largest = static_cast<double>(largest_);
     if (read_ && largest_ > 0) learned_->note(static_cast<double>(most_ - end_) / largest, static_cast<double>(all_) / largest);
+    learned_->passed = had_ > limit_ ? had_ : 0;
   }
   // What the process has now: what the C library has given out, and the program itself.
-  int64_t has() const { return InUse::is_counted() ? InUse::now().allocated + others_ : InUse::read_resident(); }
+  int64_t has() {
+    const int64_t bytes = InUse::is_counted() ? InUse::now().allocated + others_ : InUse::read_resident();
+    return had_ = std::max(had_, bytes), bytes;
+  }
   // What the backward pass is going to take beyond that.
   int64_t reserve() const {
     const double beyond = learned_->beyond.load();
@@ -139,7 +143,7 @@ class Limit {
                             (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
     return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * static_cast<double>(largest_));
   }
-  bool is_near() const {
+  bool is_near() {
     const int64_t coming = reserve();
     return has() + coming > bytes_ || coming > Pages::room();
   }
@@ -166,13 +170,14 @@ class Limit {
   void reads(int64_t nbytes) {
     since_ += nbytes;
     if (end_ < 0 || since_ * kLooks < bytes_) return;
-    since_ = 0, read_ = true, most_ = std::max(most_, InUse::now().allocated);
+    since_ = 0, read_ = true, most_ = std::max(most_, has() - others_);
     trim();
   }
   void forward_ends(Log& log) {
     drop(log);
     end_ = most_ = InUse::now().allocated, since_ = bytes_;
     missed_ = is_near() ? has() + reserve() : 0;
+    missed_ = std::max({missed_, had_ > limit_ ? had_ : 0, learned_->passed.load()});
   }
   bool is_below(int64_t bytes) const { return bytes_ < bytes; }
   int64_t missed() const { return missed_; }  // bytes that it takes at least, if that is more than the limit
@@ -180,10 +185,10 @@ class Limit {
  private:
   static constexpr int kLevels = 3;       // what is cheap to make again, products, anything
   static constexpr int64_t kLooks = 256;  // for each limit of bytes saved
-  const int64_t bytes_;
+  const int64_t limit_, bytes_;
   const std::shared_ptr<Learned> learned_;
   const int64_t others_;
-  int64_t gradients_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
+  int64_t had_ = 0, gradients_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
   bool read_ = false;  // has a backward pass?
   std::unordered_set<const void*> parameters_;
   int level_ = 0;
