@@ -3,6 +3,7 @@
 import json
 import math
 
+import pytest
 import torch
 
 from leannorm import nn
@@ -115,6 +116,7 @@ def test_a_model_is_checked_under_lean(tmp_path, capsys):
     assert "name one model" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("searched")
 def test_a_model_that_is_rebuilt_wrongly_is_named(capsys):
     assert main(["check", "--model", "checked_networks:edited_unseen", "--input", "4x3x16x16"]) == 1
     told = " ".join(capsys.readouterr().out.split())

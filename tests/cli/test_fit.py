@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from leannorm._batch import inputs_of
 from leannorm._errors import InputError
 from leannorm._untouched import untouched
+from leannorm.autograd.nodes import NODES
 from leannorm.cli import main
 from leannorm.report.fake import fake_step, fakes
 from leannorm.report.fit import _largest, bytes_of, fit
@@ -53,6 +54,7 @@ MODELS = {
 }
 
 
+@pytest.mark.usefixtures("searched")
 @pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("batch", [8, 24])
 @pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)
@@ -271,7 +273,11 @@ def wide():
 
 @pytest.mark.parametrize("make", [convolutional, separable, wide, transformer])
 def test_what_is_recommended_fits(make):
-    """By a real step on the recommended batch, with all that stands beside it."""
+    """By a real step on the recommended batch, with all that stands beside it.
+
+    Fake tensors are searched and real ones recorded, which "conv" may rebuild in another order: up to a
+    twentieth more, as the page on `fit` says.
+    """
     memory, sample = 40 * 10**6, (50, 64) if make is transformer else (3, 20, 20)
     report, real = fit(make, sample, memory, optimizer="adamw"), make()
     for one, setting in zip(report.fits, settings_for(real, ("norm", "conv")), strict=True):
@@ -281,11 +287,12 @@ def test_what_is_recommended_fits(make):
             with setting.around():
                 return mean_square(setting.run(x))
 
-        forward().backward()
-        real.zero_grad()
+        for _ in range(2):  # which try each kind of rebuilding
+            forward().backward()
+            real.zero_grad()
         taken = report.parameter_bytes + x.nbytes + measure_step(forward).peak
         real.zero_grad()
-        assert taken <= memory, one.name
+        assert taken <= memory * (1.05 if one.name == "conv" and NODES is not None else 1.001), one.name
         assert one.nbytes <= memory
 
 

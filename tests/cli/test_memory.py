@@ -208,7 +208,7 @@ def test_kept_memory_is_not_faulted_in_again():
     ("platform", "symbols", "reason"),
     [
         ("darwin", {}, "only Linux with glibc has the setting, and this is darwin"),
-        ("linux", {"mallctl": None, "gnu_get_libc_version": None}, "jemalloc serves this process"),
+        ("linux", {"mallctl": None, "gnu_get_libc_version": None}, "jemalloc is used by this process"),
         ("linux", {}, "the C library is not glibc"),
     ],
 )

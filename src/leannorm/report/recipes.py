@@ -1,4 +1,7 @@
-"""Which recipes of lean() work with this torch: each is tried on a program of one line."""
+"""Which recipes of lean() work with this torch: each is tried on a program of one line.
+
+Recipes are for autograd's nodes; where operators are recorded, as on CPU tensors, none is needed.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from leannorm.saving import lean
 from leannorm.saving.evidence import RebuildError
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes import RECIPES
+from leannorm.saving.recorded import searching
 from leannorm.saving.small import NEVER_SMALL
 
 ATEN = torch.ops.aten
@@ -238,7 +242,7 @@ def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
         stock, _ = _gradient(program, leaf, nullcontext())
         saved = lean(overhead=9.0) if kind in _HELD else lean("conv")
         saved.place = NEVER_SMALL
-        with warnings.catch_warnings():
+        with searching(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what is kept, which is reported here
             ours, made = _gradient(program, leaf, saved)
     except RebuildError:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -129,6 +131,19 @@ if NODES is not None:
     )
 
 
+_SEARCHES: ContextVar[bool] = ContextVar("searches", default=False)
+
+
+@contextmanager
+def searching() -> Iterator[None]:
+    """Within it nothing is recorded: `lean()` searches autograd's nodes, as it does on a GPU."""
+    before = _SEARCHES.set(True)
+    try:
+        yield
+    finally:
+        _SEARCHES.reset(before)
+
+
 def serves() -> bool:
     """Can the log see what a pass in this thread does? It records operators on CPU tensors.
 
@@ -136,7 +151,7 @@ def serves() -> bool:
     run on one yet.
     """
     asked = os.environ.get("LEANNORM_RECORD")
-    if NODES is None or asked == "0" or torch._C._len_torch_dispatch_stack():
+    if NODES is None or asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack():
         return False
     return asked == "1" or not torch.cuda.is_initialized()
 
