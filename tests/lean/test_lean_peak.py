@@ -201,10 +201,10 @@ def test_nothing_is_said_where_the_peak_falls(goal):
         ({"peak": True}, "peak is a share"),
         (
             {"peak": 0.5, "budget": 0.5},
-            "one of budget, overhead, peak and limit; got budget=0.5 and peak=0.5",
+            "one of budget, overhead and peak; got budget=0.5 and peak=0.5",
         ),
-        ({"overhead": 0.5, "budget": 0.5}, "one of budget, overhead, peak and limit"),
-        ({"overhead": 0.5, "peak": "1GB", "budget": 0.5}, "one of budget, overhead, peak and limit"),
+        ({"overhead": 0.5, "budget": 0.5}, "one of budget, overhead and peak"),
+        ({"overhead": 0.5, "peak": "1GB", "budget": 0.5}, "one of budget, overhead and peak"),
     ],
     ids=str,
 )
