@@ -312,7 +312,7 @@ NO_FX = {"fx in training": ("sync.md", "`torch.fx.symbolic_trace` does not trace
 OPERATOR = {
     "resets": ("operator.md", "has no `reset_parameters`"),
     "fx": ("operator.md", "`torch.fx.symbolic_trace` does not trace it"),
-    "func in training": ("operator.md", "`torch.func` refuses the training operator"),
+    "func in training": ("operator.md", "`torch.func` rejects the training operator"),
 }
 CONSTANTS = {"double backward in training": ("operator.md", "gradients take them as constants")}
 

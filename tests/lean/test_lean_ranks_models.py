@@ -117,7 +117,7 @@ def of_experts(setting: dict[str, Any] | None) -> tuple[list[Tensor], float]:
     torch.manual_seed(rank)
     model = nn.Sequential(Experts(), Experts(), Experts())
     for step in range(3):
-        x = torch.randn(300 + 100 * rank, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        x = torch.randn(3000 + 1000 * rank, 32, generator=torch.Generator().manual_seed(2 * step + rank))
         with nullcontext() if setting is None else searching(setting) as saved:
             loss = model(x).square().mean()
         loss.backward()
@@ -141,7 +141,8 @@ def experts(rank: int) -> None:
     for setting, lean_ranks, most in EXPERTS:
         ours, share = of_experts(setting if rank in lean_ranks else None)
         assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), (setting, lean_ranks)
-        assert share <= most, (setting, lean_ranks)
+        # the log keeps one more tensor of the size of the tokens for each layer than the search did
+        assert share <= most + 0.04 * serves(), (setting, lean_ranks, share)
 
 
 def test_experts_on_two_ranks_where_both_are_lean_or_one() -> None:
