@@ -149,5 +149,5 @@ def test_the_notebook(tmp_path):
         text = "".join("".join(output.get("text", "")) for output in outputs)
         ratios = [float(ratio) for ratio in re.findall(r"\((\d\.\d\d) of stock's\)", text)]
         assert len(ratios) == 3, text
-        assert ratios[0] == 1.0 > 0.8 > ratios[1] > 0.6 > ratios[2]
+        assert ratios[0] == 1.0 > 0.7 > ratios[1] > ratios[2]
         assert text.count("equal bit for bit") == 3
