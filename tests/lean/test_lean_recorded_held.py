@@ -323,3 +323,18 @@ def test_no_pass_is_left(settings, monkeypatch):
     gc.collect()
     assert len(passes) == 3
     assert not [one for one in passes if one() is not None]
+
+
+def test_what_an_operator_within_a_transform_fills_is_handed_over_filled():
+    """`rrelu` saves its noise before it draws it, and a transform's tensors do not say what is written."""
+    x = torch.linspace(-2, 2, 1536).reshape(32, 48).requires_grad_()
+    found = []
+    for context in (nullcontext(), lean(held=(torch.clone, lambda t: t))):
+        torch.manual_seed(0)
+        junk = [torch.full((1536,), torch.nan) for _ in range(256)]
+        del junk  # memory that is not filled shows
+        with context:
+            y = torch.func.jvp(lambda a: torch.rrelu(a, training=True), (x,), (x,))[1]
+            loss = y.mean()
+        found.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*found)

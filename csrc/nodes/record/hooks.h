@@ -95,8 +95,9 @@ inline void hand_over(Log& log) {
     {
       const Log::Lock lock(log);
       const Value& x = log.values[v];
-      if ((x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
-        ++i;  // it is being written
+      const bool some_write = std::any_of(log.open.begin(), log.open.end(), [&log](int one) { return !log.calls[one].rule->writes.empty(); });
+      if (some_write || (x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
+        ++i;  // it is being written, perhaps by a transform's tensor, which does not say what it writes
         continue;
       }
       log.to_move.erase(log.to_move.begin() + static_cast<int64_t>(i));
