@@ -63,7 +63,7 @@ inline PyObject* new_saved() {
 
 // A parameter, or a view of one: it exists without autograd, also where it is frozen.
 inline bool is_parameter(const Tensor& t) {
-  const Tensor base = t.is_view() ? Tensor(t._base()) : t;
+  const Tensor base = base_of(t);
   if (!base.is_leaf() || base.requires_grad()) return base.is_leaf();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
   const int is = PyObject_IsInstance(object.ptr(), ParameterClass);
@@ -89,15 +89,18 @@ inline void hand_over(Log& log) {
   if (log.asked.empty() || log.to_move.empty()) return;
   const auto asked = log.asked.back();
   if (asked->hold.is_none()) return log.to_move.clear();
+  {
+    const Log::Lock lock(log);  // a transform's tensor does not say that it is written
+    if (std::any_of(log.open.begin(), log.open.end(), [&log](int one) { return !log.calls[one].rule->writes.empty(); })) return;
+  }
   for (size_t i = 0; i < log.to_move.size();) {
     const int v = log.to_move[i];
     Tensor given;
     {
       const Log::Lock lock(log);
       const Value& x = log.values[v];
-      const bool some_write = std::any_of(log.open.begin(), log.open.end(), [&log](int one) { return !log.calls[one].rule->writes.empty(); });
-      if (some_write || (x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
-        ++i;  // it is being written, perhaps by a transform's tensor, which does not say what it writes
+      if ((x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
+        ++i;  // it is being written
         continue;
       }
       log.to_move.erase(log.to_move.begin() + static_cast<int64_t>(i));

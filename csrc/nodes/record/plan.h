@@ -9,11 +9,6 @@
 
 namespace leannorm::recording {
 
-inline Tensor base_of(const Tensor& t) {
-  if (t.is_view()) return Tensor(t._base());
-  return t;
-}
-
 // ---------------------------------------------------------------- the plan
 
 inline Policy by_plan(Policy policy) {
@@ -142,37 +137,6 @@ struct Times {
     });
   }
 };
-
-// Operations of one call.
-inline int64_t operations(const Log& log, const Call& call) {
-  if (call.outs.empty() || call.by_result) return 0;
-  const int64_t out = log.values[call.outs[0]].made.numel();
-  const auto sizes = [&](int at) -> c10::IntArrayRef {
-    for (const Read& one : call.reads)
-      if (one.at == at) return log.geometry_of(one).sizes;
-    return {};
-  };
-  switch (call.rule->formula) {
-    case Formula::kConvolution: {
-      const auto weight = sizes(1);
-      const bool transposed = call.args.size() > 6 && call.args[6].isBool() && call.args[6].toBool();
-      return weight.size() < 2 ? 0 : 2 * product_of(weight.slice(1)) * (transposed ? product_of(sizes(0)) : out);
-    }
-    case Formula::kMatrix: {
-      const auto a = sizes(call.args.size() > 3 ? 1 : 0);
-      return a.empty() ? 0 : 2 * out * a.back();
-    }
-    case Formula::kAttention: {
-      const auto q = sizes(0), k = sizes(1);
-      return k.size() < 2 ? 0 : 4 * product_of(q) * k[k.size() - 2];
-    }
-    default: return 0;
-  }
-}
-inline int64_t groups_of(const Call& call) {
-  if (call.rule->formula != Formula::kConvolution) return 0;
-  return call.args.size() > 8 && call.args[8].isInt() ? call.args[8].toInt() : 1;
-}
 
 // Which values are made again, or could be: a plan may also drop what was held only since too much in a row leads to it,
 // as it holds others. `taken`: what that would hold though nobody saves it.

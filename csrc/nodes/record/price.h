@@ -1,4 +1,4 @@
-// Which calls take much longer than reading what they make.
+// What calls take: which of them much longer than reading what they make, and how many operations.
 #pragma once
 
 #include "log.h"
@@ -11,17 +11,20 @@ inline int64_t product_of(c10::IntArrayRef sizes) {
   return n;
 }
 
+// The sizes of the tensor that is this argument; none if it is no tensor.
+inline c10::IntArrayRef sizes_read(const Log& log, const Call& call, int at) {
+  for (const Read& one : call.reads)
+    if (one.at == at) return log.geometry_of(one).sizes;
+  return {};
+}
+
 constexpr int64_t kConvolution = 768;  // operations for each value of the output, above which it is costly
 constexpr int64_t kAttention = 1024;
 
 inline bool is_costly(const Log& log, const Call& call) {
   if (call.outs.empty()) return true;
   const Geometry& out = log.values[call.outs[0]].made;
-  const auto sizes = [&](int at) -> c10::IntArrayRef {
-    for (const Read& one : call.reads)
-      if (one.at == at) return log.geometry_of(one).sizes;
-    return {};
-  };
+  const auto sizes = [&](int at) { return sizes_read(log, call, at); };
   switch (call.rule->formula) {
     case Formula::kConvolution: {
       const auto x = sizes(0), weight = sizes(1);
@@ -45,6 +48,33 @@ inline bool is_costly(const Log& log, const Call& call) {
     }
     default: return false;
   }
+}
+
+// Operations of one call.
+inline int64_t operations(const Log& log, const Call& call) {
+  if (call.outs.empty() || call.by_result) return 0;
+  const int64_t out = log.values[call.outs[0]].made.numel();
+  const auto sizes = [&](int at) { return sizes_read(log, call, at); };
+  switch (call.rule->formula) {
+    case Formula::kConvolution: {
+      const auto weight = sizes(1);
+      const bool transposed = call.args.size() > 6 && call.args[6].isBool() && call.args[6].toBool();
+      return weight.size() < 2 ? 0 : 2 * product_of(weight.slice(1)) * (transposed ? product_of(sizes(0)) : out);
+    }
+    case Formula::kMatrix: {
+      const auto a = sizes(call.args.size() > 3 ? 1 : 0);
+      return a.empty() ? 0 : 2 * out * a.back();
+    }
+    case Formula::kAttention: {
+      const auto q = sizes(0), k = sizes(1);
+      return k.size() < 2 ? 0 : 4 * product_of(q) * k[k.size() - 2];
+    }
+    default: return 0;
+  }
+}
+inline int64_t groups_of(const Call& call) {
+  if (call.rule->formula != Formula::kConvolution) return 0;
+  return call.args.size() > 8 && call.args[8].isInt() ? call.args[8].toInt() : 1;
 }
 
 }  // namespace leannorm::recording

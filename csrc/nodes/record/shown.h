@@ -67,10 +67,9 @@ inline bool plain(const Tensor& t, bool in_any_bits = false) {
          t.storage().sym_nbytes().maybe_as_int().has_value();
 }
 
-// A leaf that is trained, or a view of it: the caller holds it anyway.
-inline bool is_of_leaf(const Tensor& t) {
-  const at::TensorBase& base = t.is_view() ? t._base() : t;
-  return base.is_leaf() && base.requires_grad();
+inline Tensor base_of(const Tensor& t) {
+  if (t.is_view()) return Tensor(t._base());
+  return t;
 }
 
 // The same memory and version counter without a graph, which could lead back to the node that saves it.

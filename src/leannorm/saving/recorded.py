@@ -214,7 +214,6 @@ class RecordedPass:
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
         self.pack: Callable[[Tensor], Any] = NODES.record_pack
-        self.unpack: Callable[[Any], Tensor] = NODES.record_unpack
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
