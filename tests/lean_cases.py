@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -296,3 +298,33 @@ def assert_as_stock(program, **settings):
     stock, ours = found
     assert len(stock) == len(ours)
     assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+
+
+def assert_network_as_stock(name: str, passes: int, **settings: Any) -> None:
+    """Some passes in a row of one of the networks, on one input."""
+    make = {**IMAGES, **SEQUENCES}[name]
+    torch.manual_seed(1)
+    x = torch.randn(TOKENS if name in SEQUENCES else IMAGE)
+    torch.manual_seed(0)
+    network = make()
+
+    def program(context):
+        ours = copy.deepcopy(network)
+        for _ in range(passes):
+            with context():
+                loss = ours(x).square().mean()
+            loss.backward()
+        return [loss, *(p.grad for p in ours.parameters() if p.grad is not None), *ours.buffers()]
+
+    assert_as_stock(program, **settings)
+
+
+def in_threads(work: Callable[[int, dict[int, Any]], None], count: int) -> dict[int, Any]:
+    """What `work(seed, results)` writes into the results, in threads at once."""
+    results: dict[int, Any] = {}
+    threads = [threading.Thread(target=work, args=(seed, results)) for seed in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

@@ -6,14 +6,12 @@ what the search cannot see.
 
 from __future__ import annotations
 
-import copy
-import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import IMAGES, SEQUENCES, assert_as_stock
+from lean_cases import IMAGES, SEQUENCES, assert_network_as_stock, in_threads
 from programs.campaign import run_seeds, summary
 from programs.compare import judge
 from programs.language import parse
@@ -57,21 +55,7 @@ def equal(a, b):
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 @pytest.mark.parametrize("name", [*IMAGES, *SEQUENCES])
 def test_networks_as_without_it(name, setting):
-    make = {**IMAGES, **SEQUENCES}[name]
-    torch.manual_seed(1)
-    x = torch.randn(3, 30, 32) if name in SEQUENCES else torch.randn(4, 3, 14, 14)
-    torch.manual_seed(0)
-    network = make()
-
-    def program(context):
-        ours = copy.deepcopy(network)
-        for _ in range(3):
-            with context():
-                loss = ours(x).square().mean()
-            loss.backward()
-        return [loss, *(p.grad for p in ours.parameters() if p.grad is not None), *ours.buffers()]
-
-    assert_as_stock(program, recompute=setting)
+    assert_network_as_stock(name, 3, recompute=setting)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -240,13 +224,7 @@ def test_two_threads_record_by_themselves():
             train(lambda: lean("conv"), make, inputs, 8)[0], train(nullcontext, make, inputs, 8)[0]
         )
 
-    results = {}
-    threads = [threading.Thread(target=work, args=(seed, results)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == dict.fromkeys(range(4), True)
+    assert in_threads(work, 4) == dict.fromkeys(range(4), True)
 
 
 def test_an_edit_of_what_a_rebuild_needs_raises():

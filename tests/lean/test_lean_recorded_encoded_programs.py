@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from lean_cases import in_threads
 from torch import nn
 
 from leannorm import lean
@@ -277,13 +278,7 @@ def test_two_threads():
             same &= all(map(same_bits, *found))
         results[seed] = same
 
-    results = {}
-    threads = [threading.Thread(target=work, args=(seed, results)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == dict.fromkeys(range(4), True)
+    assert in_threads(work, 4) == dict.fromkeys(range(4), True)
 
 
 def test_the_backward_pass_of_another_thread_reads_it_too():

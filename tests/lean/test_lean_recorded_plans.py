@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import IMAGES, SEQUENCES, assert_as_stock
+from lean_cases import IMAGES, SEQUENCES, assert_as_stock, assert_network_as_stock
 from test_lean_peak import Block
 from torch import nn
 
@@ -135,21 +135,7 @@ def test_what_was_asked_for_is_kept_to(name, goal):
 @pytest.mark.parametrize("goal", [{"budget": 0.5}, {"budget": 0.05}, {"peak": 0.7}, {"overhead": 1.0}])
 @pytest.mark.parametrize("name", [*IMAGES, *SEQUENCES])
 def test_networks_as_without_it(name, goal):
-    make = {**IMAGES, **SEQUENCES}[name]
-    torch.manual_seed(1)
-    x = torch.randn(3, 30, 32) if name in SEQUENCES else torch.randn(4, 3, 14, 14)
-    torch.manual_seed(0)
-    network = make()
-
-    def program(context):
-        ours = copy.deepcopy(network)
-        for _ in range(4):
-            with context():
-                loss = ours(x).square().mean()
-            loss.backward()
-        return [loss, *(p.grad for p in ours.parameters() if p.grad is not None), *ours.buffers()]
-
-    assert_as_stock(program, **goal)
+    assert_network_as_stock(name, 4, **goal)
 
 
 def test_a_smaller_goal_never_keeps_more_and_no_plan_is_missed():
