@@ -93,11 +93,11 @@ def test_a_captured_step(make):
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            run(model, lean())
+            run(model, lean("norm"))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(model, lean())
+        run(model, lean("norm"))
     x.normal_()
     graph.replay()
     run(plain, Stock())
@@ -113,7 +113,7 @@ def test_later_passes_do_not_wait_for_the_device():
         torch.cuda.set_sync_debug_mode(mode)
         try:
             for m, v in ((model, x), (tokens, t)):
-                with lean():
+                with lean("norm"):
                     loss = m(v).square().mean()
                 loss.backward()
         finally:
@@ -166,7 +166,7 @@ def test_attention():
     x = torch.randn(lean_cases.TOKENS, device="cuda", dtype=torch.bfloat16)
     stock = same_twice(copy.deepcopy(model), x, False)
     for _ in range(2):
-        ours = step(model, x, lean(), False)
+        ours = step(model, x, lean("norm"), False)
     assert_same({key: ours[key] for key in stock}, stock)
 
 

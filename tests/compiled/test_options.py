@@ -228,7 +228,7 @@ def test_bans_that_were_renamed_are_left_alone(monkeypatch):
 @pytest.mark.filterwarnings("ignore:leannorm. compiled code ran within lean")
 def test_lean_says_what_to_type_for_compiled_code():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with leannorm.lean() as saved:
+    with leannorm.lean("norm") as saved:
         run_by_nodes(model)(torch.randn(4, 8)).sum()
     assert "torch.compile(model, options=leannorm.compile_options())" in " ".join(saved.reasons)
 

@@ -106,7 +106,7 @@ class Case(NamedTuple):
             with warnings.catch_warnings():  # of a class that cannot be read, which stays as it is
                 warnings.filterwarnings("ignore", "convert left these layers")
                 model = leannorm.convert(model)
-        return (leannorm.make_lean(model) if self.lean else model), torch.randn(2, *image)
+        return (leannorm.make_lean(model, "norm") if self.lean else model), torch.randn(2, *image)
 
 
 def unsettle(model):

@@ -134,7 +134,7 @@ def assert_composes(n):
     (want,) = gradients(y, [x])
 
     def lean(x):
-        with leannorm.lean():
+        with leannorm.lean("norm"):
             return layer(x)
 
     calls = (

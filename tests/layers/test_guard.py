@@ -155,7 +155,7 @@ def test_the_training_branch_of_a_program(name):
 def test_in_less_memory(name):
     def lean(layer):
         def call(x):
-            with leannorm.lean():
+            with leannorm.lean("norm"):
                 return layer(x)
 
         return call

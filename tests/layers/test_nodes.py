@@ -221,7 +221,7 @@ def test_lean_behind_a_node(name, monkeypatch):
     def told():
         layer, x, _ = of(name)
         outside = layer(x * 1)
-        with leannorm.lean():
+        with leannorm.lean("norm"):
             loss = (layer(outside).relu() * outside).sin().sum()
         loss.backward()
         return gradients(layer, x)

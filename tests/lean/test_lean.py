@@ -164,14 +164,14 @@ def test_a_mean_of_ten_thousand_and_values_that_are_no_numbers():
     x[0, 0, 0, 0] = float("inf")
     stock, _ = step(network := model(), x, Stock())
     network.zero_grad()
-    ours, _ = step(network, x, lean())
+    ours, _ = step(network, x, lean("norm"))
     assert all(torch.equal(ours[k].isnan(), stock[k].isnan()) for k in stock if k.endswith("weight"))
 
 
 def test_one_rebuild_serves_every_reader():
     model, x = lean_cases.SEQUENCES["three readers"](), torch.randn(lean_cases.TOKENS)
-    step(model, x, lean())
-    with lean():
+    step(model, x, lean("norm"))
+    with lean("norm"):
         loss = model(x).sum()
     with torch.autograd.profiler.profile() as called:
         loss.backward()
@@ -243,7 +243,7 @@ def test_softmax_of_scores_is_rebuilt_from_what_they_were_made_of(make):
 
 def test_records_say_what_became_of_each_tensor():
     model, x = lean_cases.IMAGES["silu"](), torch.randn(lean_cases.IMAGE)
-    _, saved = step(model, x, lean())
+    _, saved = step(model, x, lean("norm"))
     fates = {record.node: record.rebuilt for record in saved.records if record.node}
     if serves():
         assert fates == {"aten::convolution": False, "aten::native_batch_norm": True, "aten::silu": True}
@@ -283,8 +283,8 @@ def test_what_is_small_beside_the_largest_is_held_but_for_a_budget():
 
 def test_buffers_move_once_and_no_random_number_is_drawn_in_the_backward_pass():
     model, x = lean_cases.around(nn.Dropout(0.5)), torch.randn(lean_cases.IMAGE)
-    step(model, x, lean())
-    with lean():
+    step(model, x, lean("norm"))
+    with lean("norm"):
         loss = model(x).sum()
     before, buffers = torch.get_rng_state(), copy.deepcopy(dict(model.named_buffers()))
     loss.backward()
@@ -303,7 +303,7 @@ def test_a_zero_is_rebuilt_with_its_sign(act, layout):
     nn.init.constant_(norm.bias, -0.0)
     factor = nn.Parameter(torch.ones_like(zeros))
     gradients = []
-    for context in (lean(), contextlib.nullcontext()):
+    for context in (lean("norm"), contextlib.nullcontext()):
         for values in (torch.randn_like(zeros), zeros):  # a kind of step is tried at the first
             with context:
                 y = act()(norm(values.to(memory_format=layout).requires_grad_())) * factor

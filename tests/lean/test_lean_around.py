@@ -67,7 +67,7 @@ def test_a_sparse_tensor_counts_once_by_what_it_is_made_of(layout, most, monkeyp
     matrix, nbytes = adjacency_of(layout)
     a, b = (torch.randn(128, 4, requires_grad=True) for _ in range(2))
     for _ in range(3):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = torch.sparse.mm(matrix, a).sum() + torch.sparse.mm(matrix, b).sum()
         loss.backward()
         assert saved.kept_bytes == nbytes
@@ -221,7 +221,7 @@ def test_under_modes_that_only_watch_nothing_is_tried_anew(mode, monkeypatch):
 def test_a_pass_may_end_where_torch_admits_no_hooks(monkeypatch):
     monkeypatch.setattr(reasons, "_WARNED", set())
     w = torch.randn(64, 64, requires_grad=True)
-    first = lean()
+    first = lean("norm")
     first.__enter__()
     with (
         torch.autograd.graph.disable_saved_tensors_hooks("told"),
@@ -229,7 +229,7 @@ def test_a_pass_may_end_where_torch_admits_no_hooks(monkeypatch):
     ):
         first.__exit__(None, None, None)
     assert top(True) is None
-    with lean():
+    with lean("norm"):
         loss = torch.tanh(w @ w).sum()
     loss.backward()
     assert top(True) is None

@@ -363,7 +363,7 @@ def test_within_a_checkpoint_it_says_that_it_does_nothing_or_is_at_work():
     block, x, passes = Block(), torch.randn(64, 64, requires_grad=True), []
 
     def lean_block(y):
-        passes.append(lean())
+        passes.append(lean("norm"))
         with passes[-1]:
             return block(y)
 

@@ -67,7 +67,7 @@ def test_of_two_decorated_functions_one_may_be_small(monkeypatch):
     """Whether a pass is small is remembered by the line that opens it, which is one line of ours here."""
     monkeypatch.setattr(small, "SMALL", 2**16)
     model = network()
-    little, much = (lean()(lambda x, of=of: model(x[:of]).square().mean()) for of in (1, 4))
+    little, much = (lean("norm")(lambda x, of=of: model(x[:of]).square().mean()) for of in (1, 4))
     for _ in range(3):
         little(IMAGE)
         much(IMAGE)
@@ -77,7 +77,7 @@ def test_of_two_decorated_functions_one_may_be_small(monkeypatch):
 
 
 def test_an_error_in_a_decorated_function_closes_the_pass():
-    @lean()
+    @lean("norm")
     def fails(x):
         raise ZeroDivisionError
 
@@ -89,7 +89,7 @@ def test_an_error_in_a_decorated_function_closes_the_pass():
 def test_a_decorated_function_compiles_as_without_it(monkeypatch):
     monkeypatch.setattr(reasons, "_WARNED", set())
     model = network()
-    step = lean()(lambda x: model(x).square().mean())
+    step = lean("norm")(lambda x: model(x).square().mean())
     stock = gradients(model, lambda x: model(x).square().mean())
     with pytest.warns(UserWarning, match="entered inside compiled code"):
         ours = gradients(model, torch.compile(step, backend="aot_eager", fullgraph=True))
@@ -105,11 +105,11 @@ async def coroutine(x):
 
 
 WRONG = {
-    "a class": (lambda: lean()(nn.Linear), "the class Linear: decorate the function"),
-    "a generator": (lambda: lean()(generator), "return when their forward pass is done"),
-    "a coroutine": (lambda: lean()(coroutine), "return when their forward pass is done"),
-    "a decorated model": (lambda: lean()(nn.ReLU()), r"of a ReLU write make_lean\(model\)"),
-    "a number": (lambda: lean()(3), "got 3"),
+    "a class": (lambda: lean("norm")(nn.Linear), "the class Linear: decorate the function"),
+    "a generator": (lambda: lean("norm")(generator), "return when their forward pass is done"),
+    "a coroutine": (lambda: lean("norm")(coroutine), "return when their forward pass is done"),
+    "a decorated model": (lambda: lean("norm")(nn.ReLU()), r"of a ReLU write make_lean\(model\)"),
+    "a number": (lambda: lean("norm")(3), "got 3"),
     "lean(model)": (lambda: lean(nn.ReLU()), r"got a ReLU: write leannorm.make_lean\(model\), or with"),
     "no parentheses": (lambda: lean(coroutine), r"write @leannorm.lean\(\) with its parentheses"),
     "two settings": (lambda: lean("conv", budget=0.5), "budget=0.5 chooses itself.*got 'conv' too"),
@@ -133,7 +133,7 @@ def test_make_lean_refuses_them_at_the_call(settings):
 
 
 def test_a_lean_model_shows_its_last_pass():
-    model = make_lean(network())
+    model = make_lean(network(), "norm")
     assert model.forward.saved is None
     assert "before its first pass" in repr(model.forward)
     loss = model(IMAGE).square().mean()

@@ -91,7 +91,7 @@ def test_a_look_is_noticed(as_on_a_device):
     model, x = lean_cases.around(nn.SiLU()), torch.randn(3, *lean_cases.IMAGE[1:])
     trial._SEEN.clear()
     with Looks() as noted:
-        step(model, x, lean())
+        step(model, x, lean("norm"))
     assert noted.looks
 
 
@@ -100,7 +100,7 @@ def test_positions_of_maxima_are_narrowed_without_a_look(make, as_on_a_device):
     model, x = lean_cases.around(nn.ReLU(), make(), nn.SiLU()), torch.randn(4, 3, 28, 28)
     stock, counted = step(model, x, Stock())
     model.zero_grad()
-    ours, saved = step(model, x, lean())
+    ours, saved = step(model, x, lean("norm"))
     assert_same({k: v for k, v in ours.items() if "running" not in k and "num" not in k}, {
         k: v for k, v in stock.items() if "running" not in k and "num" not in k
     })  # fmt: skip
@@ -111,13 +111,13 @@ def test_positions_of_maxima_are_narrowed_without_a_look(make, as_on_a_device):
 def test_in_a_capture_what_was_not_tried_before_is_held(monkeypatch):
     model, x = lean_cases.around(nn.SiLU()), torch.randn(lean_cases.IMAGE)
     for x in torch.randn(2, *lean_cases.IMAGE):
-        step(model, x, lean())
+        step(model, x, lean("norm"))
     monkeypatch.setattr(trial, "capturing", lambda tensor: True)
-    assert not step(model, x, lean())[1].reasons  # met before
+    assert not step(model, x, lean("norm"))[1].reasons  # met before
     trial._SEEN.clear()
     memo.forget()
     with pytest.warns(UserWarning, match="not tried before this CUDA graph's capture"):
-        _, saved = step(model, x, lean())
+        _, saved = step(model, x, lean("norm"))
     assert saved.rebuilt_bytes == 0
     assert any("before it" in reason for reason in saved.reasons)
 
@@ -130,7 +130,7 @@ def test_a_norm_called_past_torchs_function_is_held():
         model.zero_grad()
         stock, _ = step(model, x, Stock())
         model.zero_grad()
-        assert_same(step(model, x, lean())[0], stock)
+        assert_same(step(model, x, lean("norm"))[0], stock)
 
 
 # ---------------------------------------------------------------- several streams, which only take notes
@@ -176,7 +176,7 @@ def streams(monkeypatch):
 def two_readers(streams, second):
     """x on the first stream; silu(x), rebuilt, is read by two products, the other of which is on `second`."""
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    with lean() as saved:
+    with lean("norm") as saved:
         y = F.silu(x.sin())
         streams.now = second
         b = y @ w
@@ -212,7 +212,7 @@ def test_a_rebuilt_tensor_waits_for_its_stream_and_keeps_its_memory(streams):
 
 def test_what_is_held_waits_for_the_stream_that_packed_it(streams):
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    with lean():
+    with lean("norm"):
         y = F.silu(x.exp())
         streams.now = streams.second
         b = y @ w
@@ -226,7 +226,7 @@ def test_what_is_held_waits_for_the_stream_that_packed_it(streams):
 def test_a_norms_statistics_are_shared_too(streams):
     norm, w = nn.LayerNorm(64), torch.randn(64, 64, requires_grad=True)
     x = torch.randn(64, 64, requires_grad=True)
-    with lean():
+    with lean("norm"):
         y = norm(x * 2)
         streams.now = streams.second
         z = y @ w
@@ -275,7 +275,7 @@ def test_matrix_products_and_norms_are_rebuilt_beside_timed_algorithms(timed_alg
     _, saved = step(model, x, lean("conv"))
     assert not saved.reasons
     assert any(r.rebuilt for r in saved.records if r.node == "ViewBackward0")
-    _, saved = step(lean_cases.around(nn.SiLU()), torch.randn(lean_cases.IMAGE), lean())
+    _, saved = step(lean_cases.around(nn.SiLU()), torch.randn(lean_cases.IMAGE), lean("norm"))
     assert not saved.reasons
     assert saved.rebuilt_bytes
 

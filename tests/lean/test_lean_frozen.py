@@ -50,7 +50,7 @@ def trained(model):
 def test_a_frozen_layer_holds_no_input_and_its_adapter_a_bit_a_value():
     """Of the adapter: bits of its mask, and what its second factor reads. Of the frozen layer: nothing."""
     norm, layer = RMSNorm(WIDTH).bfloat16().requires_grad_(False), LoRA(WIDTH, WIDTH)
-    x, saved = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_(), lean()
+    x, saved = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_(), lean("norm")
     assert_stock(lambda: layer(norm(x * 2)).square().mean(), [x, *trained(layer)], saved)
     source, mask, inner, rsqrt = ROWS, TOKENS * WIDTH // 8, TOKENS * RANK * 2, TOKENS * 4
     output = ROWS  # of the loss
@@ -61,7 +61,7 @@ def test_a_frozen_layer_holds_no_input_and_its_adapter_a_bit_a_value():
 
 def test_frozen_weights_are_not_counted():
     model = nn.Sequential(nn.Linear(WIDTH, 512), nn.SiLU(), nn.Linear(512, WIDTH)).requires_grad_(False)
-    x, saved = torch.randn(16, WIDTH, requires_grad=True), lean()
+    x, saved = torch.randn(16, WIDTH, requires_grad=True), lean("norm")
     assert_stock(lambda: model(x).square().mean(), [x], saved)
     assert saved.kept_bytes + saved.rebuilt_bytes < model[0].weight.nbytes
 
@@ -82,7 +82,7 @@ def test_frozen_weights_do_not_make_a_pass_large(monkeypatch):
     x = torch.randn(16, WIDTH, requires_grad=True)
     monkeypatch.setattr(small, "SMALL", model[0].weight.nbytes)
     for _ in range(2):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = model(x).square().mean()
         loss.backward()
     assert saved.rebuilt_bytes == 0
@@ -155,7 +155,7 @@ def test_a_frozen_bias_may_be_edited_before_the_backward_pass():
 @pytest.mark.parametrize("divided", [False, True])
 def test_a_multiple_by_a_number_is_rebuilt(number, dtype, divided):
     """torch saves the number past all hooks."""
-    x, saved = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True), lean()
+    x, saved = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True), lean("norm")
 
     def run():
         y = F.silu(x)
@@ -175,7 +175,7 @@ def test_a_scalar_tensor_that_is_edited_is_no_number():
         scale.data.fill_(3.0)
         return torch.exp(y.sigmoid()).sum()
 
-    assert_stock(run, [x], lean())
+    assert_stock(run, [x], lean("norm"))
 
 
 def gradients(model, x, saving):

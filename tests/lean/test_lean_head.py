@@ -378,7 +378,7 @@ def test_outside_of_the_pass_and_without_gradients_a_layer_is_torchs():
     assert type(model(x)) is Tensor
     torch.testing.assert_close(classes()(later), classes()(model(x)))  # which may be read there
     assert not later.computed
-    with lean():
+    with lean("norm"):
         assert type(model(x)) is Tensor
 
 

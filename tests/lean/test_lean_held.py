@@ -72,7 +72,7 @@ def test_only_what_is_not_rebuilt_goes_through_the_hooks():
     step(model, x)
     saved = lean(held=(hooks.pack, hooks.unpack))
     step(model, x, saved)
-    plain = lean()
+    plain = lean("norm")
     step(model, x, plain)
     assert hooks.packed
     assert hooks.bytes <= saved.kept_bytes

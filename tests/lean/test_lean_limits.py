@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of re
 class TestEditsInPlace:
     def test_of_what_is_held(self):
         model = network()
-        with lean():
+        with lean("norm"):
             z = model[0](IMAGE)
             loss = model[1:](z).sum()
         with torch.no_grad():
@@ -42,7 +42,7 @@ class TestEditsInPlace:
 
     def test_of_a_weight(self):
         model = network()
-        with lean():
+        with lean("norm"):
             loss = model(IMAGE).sum()
         with torch.no_grad():
             model[0].weight.add_(1), model[-1].weight.add_(1)
@@ -58,7 +58,7 @@ class TestEditsInPlace:
                 model[1].bias.add_(1)
             return gradients(model, [loss])
 
-        assert_same(run(lean()), run(Stock()))
+        assert_same(run(lean("norm")), run(Stock()))
 
     def test_without_autograd_before_it_was_saved(self):
         def run(context):
@@ -70,7 +70,7 @@ class TestEditsInPlace:
                 loss = model[2:](y).square().mean()
             return gradients(model, [loss])
 
-        assert_same(run(lean()), run(Stock()))
+        assert_same(run(lean("norm")), run(Stock()))
 
     def test_of_a_view(self):
         def run(context):
@@ -81,7 +81,7 @@ class TestEditsInPlace:
                 loss = model[3:](y).square().mean()
             return gradients(model, [loss])
 
-        assert_same(run(lean()), run(Stock()))
+        assert_same(run(lean("norm")), run(Stock()))
 
 
 def test_frozen_parameters():
@@ -112,14 +112,14 @@ def test_frozen_bias():
 def test_no_grad_and_inference():
     model = network()
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), lean() as saved:
+        with mode(), lean("norm") as saved:
             y = model(IMAGE)
         assert saved.kept_bytes == saved.rebuilt_bytes == 0
         assert not y.requires_grad
 
 
 def test_error_in_the_forward_pass_leaves_no_hooks():
-    with pytest.raises(ZeroDivisionError), lean():
+    with pytest.raises(ZeroDivisionError), lean("norm"):
         1 / 0  # noqa: B018
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -147,14 +147,14 @@ class TestMakeLean:
             assert_same(*({n: p.grad for n, p in m.named_parameters()} for m in (ours, stock)))
 
     def test_again_replaces(self):
-        model = make_lean(make_lean(network()), "conv")
+        model = make_lean(make_lean(network(), "norm"), "conv")
         assert len(model._forward_pre_hooks) == 1
         with pytest.raises(ValueError, match="recompute"):
             make_lean(model, "nonsense")
         assert len(model._forward_pre_hooks) == 1
 
     def test_copies_and_files(self):
-        model = make_lean(network())
+        model = make_lean(network(), "norm")
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
@@ -170,7 +170,7 @@ class TestMakeLean:
         assert len(model._forward_pre_hooks) == 1
 
     def test_whoever_looks_at_forward_sees_the_models_own(self):
-        model, x = make_lean(network()), IMAGE
+        model, x = make_lean(network(), "norm"), IMAGE
         own = type(model).forward
         assert inspect.signature(model.forward) == inspect.signature(own.__get__(model))
         assert model.forward.__code__ is own.__code__
@@ -186,7 +186,7 @@ class TestMakeLean:
         gc.collect()
         gc.disable()
         try:
-            model = make_lean(nn.Sequential(nn.Linear(4, 4)))
+            model = make_lean(nn.Sequential(nn.Linear(4, 4)), "norm")
             model(torch.randn(2, 4))
             seen = weakref.ref(model)
             del model
@@ -195,7 +195,7 @@ class TestMakeLean:
             gc.enable()
 
     def test_error_in_the_forward_pass(self):
-        model = make_lean(network())
+        model = make_lean(network(), "norm")
         with pytest.raises(RuntimeError):
             model(torch.randn(1, 7, 3, 3))
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -207,20 +207,20 @@ def test_compiled_code_is_left_alone():
     expected = step(copy.deepcopy(model), IMAGE, Stock())[0]
 
     def inside(x):
-        with lean():
+        with lean("norm"):
             return model(x)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for function in (
             torch.compile(inside, backend="aot_eager", fullgraph=True),
-            torch.compile(make_lean(network()), backend="aot_eager", fullgraph=True),
+            torch.compile(make_lean(network(), "norm"), backend="aot_eager", fullgraph=True),
         ):
             y = function(IMAGE)
             y.square().mean().backward()
             assert torch.allclose(y, expected["output"], atol=1e-5)
         compiled = torch.compile(network(), backend="aot_eager", fullgraph=True)
-        with lean():
+        with lean("norm"):
             y = compiled(IMAGE)
         y.square().mean().backward()
         assert torch.allclose(y, expected["output"], atol=1e-5)
@@ -301,7 +301,7 @@ def test_a_copy_of_a_lean_object_has_its_settings_and_no_passes():
 
 @pytest.mark.filterwarnings("ignore:leannorm. lean.. was entered under a torch.func transform")
 def test_function_transforms_are_left_alone():
-    model = make_lean(nn.Sequential(nn.Linear(32, 32), nn.GELU()))
+    model = make_lean(nn.Sequential(nn.Linear(32, 32), nn.GELU()), "norm")
     x = torch.randn(64, 32)
     slope = torch.func.grad(lambda x: model(x).sum())(x)
     y = x.clone().requires_grad_()
@@ -310,7 +310,7 @@ def test_function_transforms_are_left_alone():
 
 
 def test_saves_what_the_loss_needs_too():
-    with lean() as saved:
+    with lean("norm") as saved:
         x = torch.randn(64, 64, requires_grad=True)
         loss = F.mse_loss(F.gelu(F.layer_norm(x, (64,))), torch.zeros(64, 64))
     loss.backward()
@@ -368,7 +368,7 @@ class Times(nn.Module):
 @pytest.mark.parametrize("copied", [copy.copy, lambda model: model._replicate_for_data_parallel()])
 @pytest.mark.parametrize("undone", ["model", "twin", "gone"])
 def test_a_shallow_copy_is_lean_by_itself(undone, copied):
-    model, x = make_lean(Times(1.0)), torch.randn(4, 8)
+    model, x = make_lean(Times(1.0), "norm"), torch.randn(4, 8)
     want = torch.nn.functional.layer_norm(x, (8,))
     twin, third = copied(model), copied(model)
     for m, factor in ((twin, 2.0), (third, 3.0)):

@@ -156,9 +156,9 @@ def test_a_sum_goes_by_what_is_added(monkeypatch):
         monkeypatch.setattr(memo, "on", on)
         program = Program(add)
         for seed in range(6):
-            program.gradients(lean(), False, seed)
-        program.gradients(usual := lean(), False, 7)
-        program.gradients(saved := lean(), True, 7)
+            program.gradients(lean("norm"), False, seed)
+        program.gradients(usual := lean("norm"), False, 7)
+        program.gradients(saved := lean("norm"), True, 7)
         return [sum(r.rebuilt for r in seen.records if r.node == "AddBackward0") for seen in (usual, saved)]
 
     assert records(True) == records(False) == [1, 0]
@@ -181,8 +181,8 @@ def test_an_edit_that_the_backward_pass_never_meets():
 
     program = Program(None)
     for _ in range(6):
-        gradient(lean(), False)
-    assert torch.equal(gradient(contextlib.nullcontext(), True), gradient(lean(), True))
+        gradient(lean("norm"), False)
+    assert torch.equal(gradient(contextlib.nullcontext(), True), gradient(lean("norm"), True))
 
 
 def test_a_pass_like_those_before_asks_python_for_nothing(monkeypatch):
@@ -330,7 +330,7 @@ def test_several_threads_share_a_memo():
     def passes(net):
         for x in inputs:
             net.zero_grad()
-            with lean():
+            with lean("norm"):
                 loss = net(x).square().sum()
             loss.backward()
             yield [p.grad.clone() for p in net.parameters()]
@@ -360,7 +360,7 @@ def test_a_graph_is_read_twice_and_two_are_alive():
     xs = [torch.randn(4, 8, 6, 6) for _ in range(2)]
     losses = []
     for x in xs:
-        with lean():
+        with lean("norm"):
             losses.append(net(x).square().sum())
     first = torch.autograd.grad(losses[0], list(net.parameters()), retain_graph=True)
     torch.autograd.grad(losses[1], list(net.parameters()))
@@ -373,7 +373,7 @@ def test_nothing_is_left_of_passes_with_and_without_a_backward_pass():
     _passes(net, "norm", 4)
     references = []
     for i in range(20):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = net(torch.randn(4, 8, 6, 6)).square().sum()
         if i % 2:
             loss.backward()

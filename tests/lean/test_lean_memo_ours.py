@@ -78,7 +78,7 @@ def test_a_class_of_a_user_is_not_kept():
                 return dy * 2 + 0 * big.sum()
 
         alive.append(weakref.ref(Twice))
-        with lean():
+        with lean("norm"):
             y = Twice.apply(torch.randn(8, 8, requires_grad=True).sin())
             loss = F.silu(y).square().sum()
         loss.backward()

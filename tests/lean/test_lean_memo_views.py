@@ -62,12 +62,12 @@ def test_a_copy_is_laid_out_as_the_base_of_its_view(monkeypatch):
     asked = []
     run = Program(program)
     for seed in range(5):
-        run.gradients(lean(), False, seed)
+        run.gradients(lean("norm"), False, seed)
     _asked_python(monkeypatch, asked)
     names = []
     for other in (False, True):
         asked.clear()
-        run.gradients(lean(), other, 7)
+        run.gradients(lean("norm"), other, 7)
         names.append({type(node).__name__ for node in asked})
     assert names == [set(), {"SelectBackward0"}]
 
@@ -80,7 +80,7 @@ def test_what_others_can_reach_is_collected_with_its_circles(affine):
     layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, affine=affine), nn.SiLU())]
     net, seen = nn.Sequential(*layers), []
     for _ in range(4):
-        with lean():
+        with lean("norm"):
             loss = net(torch.randn(4, 8, 6, 6)).square().sum()
         node = loss.grad_fn
         while node.name() != "NativeBatchNormBackward0":

@@ -70,7 +70,7 @@ def held(saved, node):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_widening_cast_is_held_by_its_source(dtype):
     model = nn.Sequential(*(Residual(64) for _ in range(3))).to(dtype)
-    x, saved = torch.randn(64, 64, dtype=dtype, requires_grad=True), lean()
+    x, saved = torch.randn(64, 64, dtype=dtype, requires_grad=True), lean("norm")
     assert_stock(lambda: model(x).square().mean(), [x, *model.parameters()], saved)
     wide = [r for r in saved.records if not r.rebuilt and r.dtype is torch.float32 and r.bytes > 64 * 4]
     assert not wide
@@ -85,7 +85,7 @@ def test_autocast_casts_to_float32_by_themselves():
         with torch.autocast("cpu", torch.bfloat16):
             return F.mse_loss(model(x), x.square())
 
-    saved = lean()
+    saved = lean("norm")
     assert_stock(run, list(model.parameters()), saved)
     kept = [r.node for r in saved.records if r.dtype is torch.float32 and not r.rebuilt]
     assert not {*kept} & {"ToCopyBackward0", "aten::_to_copy"}
@@ -96,12 +96,12 @@ def test_values_at_the_edge_keep_their_bits(value):
     x = torch.randn(64, 64).bfloat16()
     x[3, 5] = value
     x.requires_grad_()
-    assert_stock(lambda: (x + 0).float().pow(2).mul(0.5).sum(), [x], lean())
+    assert_stock(lambda: (x + 0).float().pow(2).mul(0.5).sum(), [x], lean("norm"))
 
 
 def test_a_cast_that_was_edited_unseen_is_held():
     """Through .data: autograd counts no edit, and the values do not fit in the source's dtype any more."""
-    x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean()
+    x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean("norm")
 
     def run():
         wide = (x * 1).float()
@@ -114,7 +114,7 @@ def test_a_cast_that_was_edited_unseen_is_held():
 
 def test_a_source_that_another_branch_saves_too_has_a_copy_of_its_own():
     """What `silu` alone has saved may be edited where no loss reads it: nothing else is rebuilt from it."""
-    x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean()
+    x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean("norm")
 
     def run():
         y = x.sin()
@@ -137,14 +137,14 @@ def test_a_source_that_was_edited_before_others_read_it_is_another():
             y.add_(1)
         return wide + F.silu(y).float().sum()
 
-    assert_stock(run, [x], lean())
+    assert_stock(run, [x], lean("norm"))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_loss_holds_narrow_logits(dtype, smoothing):
     hidden, head = torch.randn(64, 32, dtype=dtype), nn.Linear(32, 500).to(dtype)
-    target, saved = torch.randint(0, 500, (64,)), lean()
+    target, saved = torch.randint(0, 500, (64,)), lean("norm")
 
     def run():
         logits = head(hidden).float()
@@ -226,14 +226,14 @@ def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
 
 def test_logits_of_float32_are_no_narrow_ones():
     logits, target = torch.randn(64, 500, requires_grad=True), torch.randint(0, 500, (64,))
-    assert_stock(lambda: F.cross_entropy(logits * 2, target), [logits], lean())
+    assert_stock(lambda: F.cross_entropy(logits * 2, target), [logits], lean("norm"))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_dropout_holds_a_bit_a_value(dtype, p):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, 64)).to(dtype)
-    x, saved = torch.randn(64, 64, dtype=dtype), lean()
+    x, saved = torch.randn(64, 64, dtype=dtype), lean("norm")
     assert_stock(lambda: model(x).square().mean(), list(model.parameters()), saved)
     if 0 < p < 1:
         assert held(saved, "bits of a mask") == 64 * 64 // 8
@@ -243,14 +243,14 @@ def test_dropout_holds_a_bit_a_value(dtype, p):
 def test_dropout_holds_a_bit_a_value_where_the_compiler_watches():
     x = torch.randn(64, 64, requires_grad=True)
     for context in (nullcontext(), watched_by_the_compiler()):
-        saved = lean()
+        saved = lean("norm")
         with context:
             assert_stock(lambda: F.dropout(x * 2, 0.5).sum(), [x], saved)
         assert held(saved, "bits of a mask") == 64 * 64 // 8
 
 
 def test_attention_holds_a_bit_for_each_weight_that_it_drops():
-    q, saved = torch.randn(2, 4, 64, 32, requires_grad=True), lean()
+    q, saved = torch.randn(2, 4, 64, 32, requires_grad=True), lean("norm")
     assert_stock(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).square().sum(), [q], saved)
     assert held(saved, "bits of a mask") == 2 * 4 * 64 * 64 // 8
 
@@ -282,7 +282,7 @@ def test_what_is_not_of_two_values_is_held_as_it_is():
             mask[-1, -1] = last
             return (x.exp() * (mask * 1)).sum()
 
-        assert_stock(run, [x], lean())
+        assert_stock(run, [x], lean("norm"))
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1003])

@@ -123,7 +123,7 @@ def test_an_edit_of_a_parameter_through_data_before_the_backward_pass(width):
     """Small ones are copied; of others the error comes before any gradient."""
     model, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), torch.randn(32, width)
     found = []
-    for context in (nullcontext(), lean()):
+    for context in (nullcontext(), lean("norm")):
         before = [p.detach().clone() for p in model.parameters()]
         with context, torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.silu(model(x)).float().square().mean()
@@ -147,7 +147,7 @@ def test_an_edit_of_a_norms_statistics_is_told(edits, with_and_without_nodes):
     bias = torch.randn(32, requires_grad=True)
     for _ in range(3):
         x, w = (torch.randn(16, 32, 16, 16, requires_grad=True) for _ in range(2))
-        with lean() as saved:
+        with lean("norm") as saved:
             y, _, rstd = torch.native_batch_norm(x, None, bias, None, None, True, 0.1, 1e-5)
             loss = (w * y).sum()
         assert saved.rebuilt_bytes >= y.nbytes - bias.nbytes  # of which the log holds a copy
@@ -207,7 +207,7 @@ def test_a_subclass_that_refuses_everything_is_held(most, monkeypatch, with_and_
     for _ in range(3):
         with torch._C.DisableTorchFunctionSubclass():
             strict = x.clone().requires_grad_().as_subclass(Strict)
-        for context in (nullcontext(), lean()):
+        for context in (nullcontext(), lean("norm")):
             with context:
                 loss = Double.apply(strict).sum()
             loss.backward()

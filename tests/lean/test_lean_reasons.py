@@ -132,13 +132,13 @@ class Interrupted(nn.Module):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError, GeneratorExit])
 def test_hooks_close_on_every_exit(error):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), Interrupted(), nn.Linear(64, 4))
-    make_lean(model)
+    make_lean(model, "norm")
     x = torch.randn(32, 64)
     model[2].error = error
     with pytest.raises(error):
         model(x)
     assert not hooks_are_open()
-    with pytest.raises(error), lean():
+    with pytest.raises(error), lean("norm"):
         model(x)
     assert not hooks_are_open()
     model[2].error = None
@@ -147,7 +147,7 @@ def test_hooks_close_on_every_exit(error):
 
 
 def test_copies_of_a_lean_model_run_with_their_own_parameters():
-    model = make_lean(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)))
+    model = make_lean(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)), "norm")
     x = torch.randn(32, 64)
     other = copy.deepcopy(model)
     nn.init.zeros_(other[2].weight), nn.init.zeros_(other[2].bias)
@@ -165,7 +165,7 @@ def test_copies_of_a_lean_model_run_with_their_own_parameters():
 def test_hooks_that_were_there_first_are_named():
     conv, other = convolutions()
     there_first = saved_tensors_hooks(lambda t: t, lambda t: t)
-    with there_first, pytest.warns(UserWarning, match="were there first"), lean() as saved:
+    with there_first, pytest.warns(UserWarning, match="were there first"), lean("norm") as saved:
         other(F.silu(conv(image())))
     assert len(saved.reasons) == 1
     assert saved.kept_bytes == saved.rebuilt_bytes == 0
@@ -178,10 +178,10 @@ def test_hooks_within_are_named():
         with save_on_cpu():
             return F.silu(conv(image()))
 
-    with pytest.warns(UserWarning, match="such as save_on_cpu"), lean() as saved:
+    with pytest.warns(UserWarning, match="such as save_on_cpu"), lean("norm") as saved:
         other(offloaded())
     assert "theirs" in saved.reasons[0]
-    with pytest.warns(UserWarning, match="saw no tensor"), lean() as saved, save_on_cpu():
+    with pytest.warns(UserWarning, match="saw no tensor"), lean("norm") as saved, save_on_cpu():
         other(F.silu(conv(image())))
     assert len(saved.reasons) == 1
 
@@ -189,7 +189,7 @@ def test_hooks_within_are_named():
 def test_a_warning_comes_once_for_each_cause(recwarn):
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         for _ in range(3):
-            with lean() as saved:
+            with lean("norm") as saved:
                 pass
     assert len(recwarn) == 1
     assert saved.reasons
@@ -234,9 +234,9 @@ def test_compiled_code_is_said():
     network = lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))  # noqa: E731
     x = torch.randn(32, 64)
     with pytest.warns(UserWarning, match="entered inside compiled code"):
-        torch.compile(make_lean(network()), backend="aot_eager", fullgraph=True)(x)
+        torch.compile(make_lean(network(), "norm"), backend="aot_eager", fullgraph=True)(x)
     compiled = torch.compile(network(), backend="aot_eager")
-    with pytest.warns(UserWarning, match="compiled code ran within"), lean() as saved:
+    with pytest.warns(UserWarning, match="compiled code ran within"), lean("norm") as saved:
         compiled(x).square().sum().backward()
     assert any("compiled code ran within" in reason for reason in saved.reasons)
 
@@ -294,7 +294,7 @@ def test_verify_names_what_is_wrong():
 
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), Noisy(), nn.Conv2d(8, 8, 3))
     for x in (IMAGE, IMAGE + 1):  # a kind of step is tried on two tensors
-        with lean():
+        with lean("norm"):
             model(x).sum()
     model[2].noise = 1.0
     with lean(verify=True):

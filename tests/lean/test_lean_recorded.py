@@ -200,7 +200,7 @@ def test_arguments_are_those_of_the_call():
 
 def test_a_pass_around_many_steps_does_not_grow():
     network = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 8))
-    with lean() as saved:
+    with lean("norm") as saved:
         for _ in range(1500):
             network(torch.randn(32, 32)).square().mean().backward()
         calls = len(saved._open[-1][1]._recorded._pass.calls())
@@ -254,7 +254,7 @@ def test_an_unlisted_operator_is_rebuilt_if_its_bits_are_the_same():
     counted.register_autograd(lambda ctx, g: g)
     for operator, rebuilt in ((twice, True), (counted, False)):
         x = torch.randn(64, 64, requires_grad=True)
-        with lean() as saved:
+        with lean("norm") as saved:
             y = operator(x * 1.5).exp()  # exp saves its result
             loss = (operator(y) ** 2).sum()
         loss.backward()

@@ -29,7 +29,7 @@ def held_and_overwritten(x):
 
 def written_in_a_pass_within(x):
     h = x.exp() + x
-    with lean():
+    with lean("norm"):
         h.data[3] = 50.0
     return h.sin()
 
@@ -92,7 +92,7 @@ def test_memory_that_was_freed_is_an_error():
     for step in range(4):
         x0 = x * (step + 1)
         w = torch.randn(128, 128, requires_grad=True)
-        with lean():
+        with lean("norm"):
             loss = (torch.sigmoid(x0) * w).sum()
         if step == 3:
             x0.untyped_storage().resize_(0)
@@ -116,7 +116,7 @@ def test_what_is_rebuilt_is_made_once_for_all_of_its_readers():
     )
     for _ in range(4):
         y = torch.randn(64, 64, requires_grad=True)
-        with lean():
+        with lean("norm"):
             loss = y * 1
             for _ in range(8):
                 loss = noted(loss)

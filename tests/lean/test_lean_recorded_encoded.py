@@ -46,7 +46,7 @@ class Reads(torch.autograd.Function):
 def kept_and_read(make, keep=lambda t: None, passes=1):
     """What is kept of a tensor that nobody but a node has, by name; what was saved; what is read."""
     x, seen = torch.randn(4, requires_grad=True), []
-    with lean() as saved:
+    with lean("norm") as saved:
         given = make()
         before = given.clone(memory_format=torch.preserve_format)
         kept = keep(given)
@@ -236,7 +236,7 @@ def test_denormals_that_a_thread_flushes_are_kept():
     assert BITS in kept
     assert_read(before, seen)
     x, seen = torch.randn(4, requires_grad=True), []
-    with lean():
+    with lean("norm"):
         loss = Reads.apply(x, halves().float() * 2.0**-120, seen).sum()
         loss = Reads.apply(loss, halves(torch.float32).double() * 2.0**-130, seen)
     torch.set_flush_denormal(True)

@@ -149,13 +149,13 @@ def test_twice_differentiated_and_twice_run(program):
         loss.backward()
         return first.detach(), second, x.grad
 
-    for ours, plain in zip(run(lean()), run(nullcontext()), strict=True):
+    for ours, plain in zip(run(lean("norm")), run(nullcontext()), strict=True):
         assert same_bits(ours, plain)
 
 
 def test_an_edit_in_place_raises_as_in_stock():
     x = torch.randn(64, 64, requires_grad=True)
-    with lean():
+    with lean("norm"):
         mask = (torch.rand(64, 64) > 0.5).float()
         loss = (x.exp() * mask).sum()
         x.cos().square()  # others save, meanwhile
@@ -187,7 +187,7 @@ def test_a_function_that_writes_into_what_it_saved_writes_its_own():
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         gradients(program, nullcontext(), x)
     for _ in range(3):  # ours each have their own
-        gradients(program, lean(), x)
+        gradients(program, lean("norm"), x)
 
 
 def test_indices_and_masks_of_networks():
@@ -217,7 +217,7 @@ def test_parameters_are_not_counted():
     network = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Softplus(), nn.Linear(64, 64, bias=False))
     network[2].weight.requires_grad_(False)
     x = torch.randn(128, 64)
-    with lean() as saved:
+    with lean("norm") as saved:
         loss = network(x).sum()
     loss.backward()
     assert saved.kept_bytes + saved.rebuilt_bytes == 2 * x.nbytes
@@ -227,7 +227,7 @@ def test_logits_that_are_saved_later_are_kept_once():
     """The loss keeps a narrow copy of a cast; then the cast itself is saved, and takes the copy's place."""
     x, weight = torch.randn(64, 64).bfloat16(), torch.randn(4096, 64).bfloat16().requires_grad_()
     for _ in range(3):
-        with lean() as saved:
+        with lean("norm") as saved:
             logits = (x @ weight.T).float()
             loss = F.cross_entropy(logits, torch.arange(64)) + logits.square().mean()
             del logits
@@ -240,7 +240,7 @@ def test_a_pass_that_saves_parameters_alone_has_seen_them():
         nn.Parameter(torch.randn(64, 64), requires_grad=False),
         torch.randn(64, 64, requires_grad=True),
     )
-    with lean() as saved:
+    with lean("norm") as saved:
         loss = F.linear(x, weight).sum()
     loss.backward()
     assert saved.reasons == []
@@ -252,7 +252,7 @@ def test_what_is_kept_and_rebuilt_is_what_stock_keeps(passes):
     x, weight = torch.randn(64, 64).bfloat16(), torch.randn(4096, 64).bfloat16().requires_grad_()
     target = torch.arange(64)
     for _ in range(passes):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = F.cross_entropy((x @ weight.T).float(), target)
         loss.backward()
     logits = 64 * 4096 * 4
@@ -274,7 +274,7 @@ def test_two_threads():
                 del kept
                 return y + torch.where((x * 2).detach() > 0, x, -x).sum()
 
-            found = [gradients(program, context, x)[0] for context in (nullcontext(), lean())]
+            found = [gradients(program, context, x)[0] for context in (nullcontext(), lean("norm"))]
             same &= all(map(same_bits, *found))
         results[seed] = same
 
@@ -286,7 +286,7 @@ def test_the_backward_pass_of_another_thread_reads_it_too():
     plain, _ = gradients(dropout, nullcontext(), x)
     leaf = x.clone().requires_grad_()
     torch.manual_seed(3)
-    with lean():
+    with lean("norm"):
         loss = dropout(leaf)
     thread = threading.Thread(target=loss.backward)
     thread.start()

@@ -97,7 +97,7 @@ def test_hooks_of_a_pass_that_is_left_alone_are_gone_behind_its_first_tensor():
     top = torch._C._autograd._top_saved_tensors_default_hooks
     x = torch.randn(16, 16, requires_grad=True)
     for turn in range(3):
-        with lean() as saved:
+        with lean("norm") as saved:
             y = x.exp()
             assert (top(True) is None) == (turn > 0)
             z = y.sin().exp()
@@ -131,7 +131,7 @@ def test_a_small_pass_counts_each_storage_once(with_and_without_nodes):
 def test_each_thread_has_its_own_pass_of_one_object(most, monkeypatch):
     """The first one's ends within that of the second, which goes on to save more than a small one."""
     monkeypatch.setattr(small, "SMALL", most)
-    saving, model, x = lean(), network(), torch.randn(48, 32)
+    saving, model, x = lean("norm"), network(), torch.randn(48, 32)
     xs = {"first": x, "second": torch.randn(512, 32)}
     expected = {who: stock(model, xs[who]) for who in xs}
     opened, ended = {who: threading.Event() for who in xs}, threading.Event()
@@ -181,10 +181,10 @@ def test_a_node_that_ran_in_the_small_part_is_no_evidence():
         return x.grad.clone()
 
     expected = run(torch.enable_grad())
-    with lean():
+    with lean("norm"):
         torch.randn(8, requires_grad=True).exp().sum()
     for _ in range(3):
-        assert torch.equal(run(lean()), expected)
+        assert torch.equal(run(lean("norm")), expected)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_who_asks_for_more_gets_it_at_any_size(setting):
 
 def test_lean_models_are_told_apart():
     small._LEFT_ALONE.clear()  # of other tests
-    little, large = make_lean(network()), make_lean(network())
+    little, large = make_lean(network(), "norm"), make_lean(network(), "norm")
     few, many = torch.randn(48, 32), torch.randn(512, 32)
     for _ in range(3):
         for model, x in ((little, few), (large, many)):
@@ -211,7 +211,7 @@ def test_lean_models_are_told_apart():
 def test_an_edit_in_place_raises_in_a_small_pass_too():
     def run():
         x = torch.randn(64, requires_grad=True)
-        with lean():
+        with lean("norm"):
             y = x.exp()
         y.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -226,7 +226,7 @@ def test_a_checkpoint_within_a_small_pass_is_no_foreign_hook():
 
     model, x = network(), torch.randn(16, 32, requires_grad=True)
     for _ in range(3):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = checkpoint(model, x, use_reentrant=False).sum() + model(x).sum()
         loss.backward()
         assert not any("other saved-tensor hooks" in reason for reason in saved.reasons)

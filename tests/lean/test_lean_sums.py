@@ -73,7 +73,7 @@ def test_leannorms_own_norm_and_its_activation_are_one_pass(autocast, monkeypatc
     block = convert(Block(in_place=False))
     for _ in range(3):
         ran.clear()
-        with lean(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with lean("norm"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = F.relu6(block.norm(block.conv(torch.randn(2, 16, 24, 24))))
             loss = block.conv(y).square().mean()
         loss.backward()
@@ -108,7 +108,7 @@ def test_what_16_bits_round_to_a_zero_keeps_its_sign(act):
         return x.grad
 
     for seed in range(8):
-        assert torch.equal(gradient(lean(), seed), gradient(nullcontext(), seed))
+        assert torch.equal(gradient(lean("norm"), seed), gradient(nullcontext(), seed))
 
 
 @pytest.mark.parametrize("make", [nn.BatchNorm2d, lambda n: convert(nn.BatchNorm2d(n))], ids=["torch", "own"])

@@ -83,7 +83,7 @@ def test_a_node_tells_in_which_pass_it_was_made(with_and_without_nodes, searched
     in_a_thread(lambda: others.append((nodes_of_this_thread(500), x * 2)[1]))
     before = x * 2
     seen = provenance.Provenance()
-    with lean() as saved:
+    with lean("norm") as saved:
         y = x.exp()
         z = y + 1
         assert saved._open[-1][1]._packing.search.provenance.made(y.grad_fn)
@@ -139,7 +139,7 @@ def test_a_trial_on_zeros_tells_nothing(searched):
     model = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.SiLU(), nn.Conv2d(8, 8, 3))
     for x in (torch.zeros(4, 8, 16, 16), torch.randn(4, 8, 16, 16)):
         assert not trial._SEEN
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = model(x).sum()
         assert saved.rebuilt_bytes > 0
         loss.backward()
@@ -193,7 +193,7 @@ def test_a_kind_of_step_is_tried_on_two_tensors(monkeypatch, searched):
     for seed in (0, 0, 1, 2):  # the same values twice tell no more than once
         torch.manual_seed(seed)
         tried.clear()
-        with lean():
+        with lean("norm"):
             loss = second(F.silu(first(torch.randn(4, 8, 16, 16)))).sum()
         loss.backward()
         counts.append(len(tried))
@@ -310,7 +310,7 @@ def test_a_call_that_moves_its_own_weight_or_bias(norm, as_weight):
 
 
 def test_indices_that_the_user_edits_raise_as_in_stock():
-    for context in (contextlib.nullcontext(), lean()):
+    for context in (contextlib.nullcontext(), lean("norm")):
         x = torch.randn(64, 64, requires_grad=True)
         with context:
             values, indices = (x * 1.0).sort()
@@ -358,7 +358,7 @@ def test_hooks_of_others_above_or_below_raise_as_in_stock():
     w = torch.randn(16, requires_grad=True)
     disabled = torch.autograd.graph.disable_saved_tensors_hooks
     for around, within in (
-        (lean(), torch.autograd.graph.save_on_cpu()),
+        (lean("norm"), torch.autograd.graph.save_on_cpu()),
         (torch.autograd.graph.save_on_cpu(), contextlib.nullcontext()),
     ):
         with around, within, pytest.raises(RuntimeError, match="told"), disabled("told"):
@@ -371,7 +371,7 @@ def test_hooks_of_others_above_or_below_raise_as_in_stock():
             y = F.silu(w.repeat(256) * 1.0)
             return (y * y.exp()).sum()
 
-    saved = lean()
+    saved = lean("norm")
     with pytest.warns(UserWarning, match="admitted no"):
         loss = raises_within(saved)
     assert saved.rebuilt_bytes > 0  # hooks are back after an error
@@ -383,7 +383,7 @@ def test_hooks_of_others_above_or_below_raise_as_in_stock():
 
 
 def test_the_forward_of_a_shallow_copy_is_not_taken_for_the_models():
-    model, x = make_lean(nn.Sequential(nn.Linear(8, 8))), torch.randn(4, 8)
+    model, x = make_lean(nn.Sequential(nn.Linear(8, 8)), "norm"), torch.randn(4, 8)
     for _ in range(2):
         assert torch.equal(model.forward(x), model(x))
     twin = copy.copy(model)
@@ -393,7 +393,7 @@ def test_the_forward_of_a_shallow_copy_is_not_taken_for_the_models():
     for one in (twin, model):
         with pytest.raises(InputError, match="2 modules share this lean forward"):
             one.forward(x)
-    make_lean(twin)
+    make_lean(twin, "norm")
     assert torch.equal(twin.forward(x), twin[0](x))
     assert torch.equal(model.forward(x), model[0](x))
     deep = copy.deepcopy(model)

@@ -99,7 +99,7 @@ def test_what_another_branch_alone_has_saved_is_edited(of, done, settings, reque
 def test_why_what_another_branch_has_saved_is_no_source(with_and_without_nodes):
     linear, last = nn.Linear(64, 64), nn.Linear(64, 64)
     for _ in range(3):
-        with lean() as saved:
+        with lean("norm") as saved:
             h = linear(torch.randn(64, 64))
             log = h.norm()
             loss = last(F.relu(h)).sum()
@@ -118,7 +118,7 @@ class Written(nn.Module):
 def test_what_both_operands_lead_to_is_a_source(with_and_without_nodes):
     model = nn.Sequential(nn.Linear(64, 64), Written(), nn.Linear(64, 64))
     for _ in range(3):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = model(torch.randn(64, 64)).square().mean()
         loss.backward()
         assert any(r.node in ("MulBackward0", "aten::mul") and r.rebuilt for r in saved.records)
@@ -233,7 +233,7 @@ def test_tasks_of_one_thread_that_take_turns(settings, limit, monkeypatch, with_
 
 def test_others_hooks_stay_where_they_are_when_a_pass_below_them_ends():
     packed, x = [], torch.ones(3, requires_grad=True)
-    first = lean()
+    first = lean("norm")
     others = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t)
     first.__enter__()
     y = x.exp()
@@ -261,16 +261,16 @@ def test_a_pass_that_opens_without_grad_or_grows_keeps_no_more(monkeypatch, with
     few = x[:8]
 
     def usual():
-        with lean() as saved:
+        with lean("norm") as saved:
             return saved, model(x).square().mean()
 
     def without_grad():
-        with torch.no_grad(), lean() as saved, torch.enable_grad():
+        with torch.no_grad(), lean("norm") as saved, torch.enable_grad():
             return saved, model(x).square().mean()
 
     def grows():
         for part in (few, few, x):
-            with lean() as saved:
+            with lean("norm") as saved:
                 loss = model(part).square().mean()
         return saved, loss
 

@@ -93,10 +93,10 @@ def autocast():
 def test_other_flags_and_autocast_are_pythons(asked, around):
     model = net()
     for _ in range(3):
-        backward(model, lean())
+        backward(model, lean("norm"))
     stock, _ = backward(model, contextlib.nullcontext(), around)
     asked.clear()
-    assert same(backward(model, lean(), around)[0], stock)
+    assert same(backward(model, lean("norm"), around)[0], stock)
     assert asked
 
 
@@ -104,7 +104,7 @@ def test_a_graph_of_the_backward_pass_is_pythons(asked):
     model = net()
     stock, _ = backward(model, contextlib.nullcontext(), create_graph=True)
     for _ in range(3):
-        found, _ = backward(model, lean(), create_graph=True)
+        found, _ = backward(model, lean("norm"), create_graph=True)
     assert same(found, stock)
     assert asked
 
@@ -118,7 +118,7 @@ def test_what_was_edited_is_told_by_python(asked):
     kept = []
     model[0].register_forward_hook(lambda _, __, output: kept.append(output))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward(model, lean(), between=lambda: kept[-1].detach().mul_(2))
+        backward(model, lean("norm"), between=lambda: kept[-1].detach().mul_(2))
 
 
 def test_two_backward_passes_of_one_graph_rebuild_twice(asked):

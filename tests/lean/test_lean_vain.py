@@ -46,7 +46,7 @@ def passes(count, searched, model=None, xs=None):
     for i in range(count):
         searched.clear()
         x = torch.randn(64, WIDTH) if xs is None else xs[i]
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = model(x).square().mean()
         loss.backward()
         yield list(searched), saved
@@ -160,7 +160,7 @@ def test_a_dropped_pass_tells_nothing(searched):
 
     def run(drop):
         searched.clear()
-        with lean():
+        with lean("norm"):
             loss = model(x).square().mean()
             if drop:
                 del loss
@@ -203,7 +203,7 @@ def test_what_pooling_holds_is_narrowed_in_each_pass():
     x = torch.randn(4, 3, 64, 64)
     kept = []
     for _ in range(4):
-        with lean() as saved:
+        with lean("norm") as saved:
             loss = model(x).square().mean()
         loss.backward()
         kept.append(saved.kept_bytes)
@@ -247,7 +247,7 @@ def test_what_fits_into_fewer_bytes_no_more_is_held_whole():
     for i in range(5):
         net.edited = i == 4
         stock, _ = gradient(nullcontext())
-        found, saved = gradient(lean())
+        found, saved = gradient(lean("norm"))
         held.append(saved.kept_bytes)
         assert torch.equal(stock, found)
     assert held[4] - held[3] == 2 * 64 * WIDTH

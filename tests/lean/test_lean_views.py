@@ -89,13 +89,13 @@ def test_what_is_done_in_place_to_a_part_of_a_norms_output_is_held():
 def test_what_is_held_has_a_reason_by_its_bytes():
     block = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     x = torch.randn(4, 8, 32, 32)
-    with lean() as saved:
+    with lean("norm") as saved:
         loss = block(x).square().sum()
     (why,) = (r for r in saved.reasons if re.search("ReluBackward0|aten::relu", r))
     made_of = "made of outputs of (ConvolutionBackward0|aten::convolution), and kept: this setting does not"
     assert re.search(made_of, why)
     loss.backward()
-    with lean() as saved:
+    with lean("norm") as saved:
         loss = block(F.rrelu(x.requires_grad_(), training=True)).square().sum()
     rrelu = "(RreluWithNoiseBackward0|aten::rrelu_with_noise), and kept: lean\\(\\) has no recipe for it"
     assert any(re.search(rrelu, r) for r in saved.reasons)

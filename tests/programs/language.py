@@ -5,7 +5,7 @@
         w1 = parameter(64, 64)
     forward:                          every step (of `forwards` passes before the first backward pass)
         x = tensor(n, s, 64)
-        with lean():
+        with lean("norm"):
             y1 = torch.relu(w1.to(w1.dtype, copy=True))
             loss = (x @ y1).sum()
     backward:                         every step, once for each forward pass

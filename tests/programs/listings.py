@@ -9,7 +9,7 @@ KNOWN = {
             w = parameter(64, 64)
         forward:
             v = leaf(64, 64)
-            with lean():
+            with lean("norm"):
                 loss = (torch.relu(w.to(w.dtype, copy=True)) @ v).sum()
         backward:
             loss.backward()
@@ -20,7 +20,7 @@ KNOWN = {
             w = parameter(64, 64)
         forward:
             v = leaf(64, 64)
-            with lean():
+            with lean("norm"):
                 y = w.sin()
                 z = y.square()
                 loss = (torch.relu(y.to(y.dtype, copy=True)) @ v).sum() + z.sum()
@@ -35,9 +35,9 @@ KNOWN = {
             b = buffer(8)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 one = F.conv2d(F.batch_norm(x * 1.0, None, None, g, g, True), w).sum()
-            with lean():
+            with lean("norm"):
                 two = F.conv2d(F.batch_norm(x * 1.0, None, None, None, b, True), w).square().sum()
         backward:
             (one + two).backward()
@@ -50,7 +50,7 @@ KNOWN = {
             b = buffer(8)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 one = F.conv2d(F.group_norm(x * 1.0, 2, g, g), w).sum()
                 two = F.conv2d(F.group_norm(x * 1.0, 2, None, b), w).square().sum()
         backward:
@@ -64,7 +64,7 @@ KNOWN = {
             b = frozen(8)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 one = F.conv2d(F.instance_norm(x * 1.0, None, None, g, g), w).sum()
                 two = F.conv2d(F.instance_norm(x * 1.0, None, None, None, b), w).square().sum()
         backward:
@@ -80,7 +80,7 @@ KNOWN = {
             b = frozen(8)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 one = F.conv2d(F.batch_norm(x * 1.0, m, v, g, g), w).sum()
                 two = F.conv2d(F.batch_norm(x * 1.0, m, v, None, b), w).square().sum()
         backward:
@@ -94,7 +94,7 @@ KNOWN = {
             w2 = parameter(64, 64)
         forward:
             x = leaf(n, s, 64)
-            with lean():
+            with lean("norm"):
                 loss = F.linear(F.relu(F.linear(x, w1)), w2).float().square().mean()
         backward:
             loss.backward()
@@ -106,7 +106,7 @@ KNOWN = {
             w = parameter(64, 64)
         forward:
             v = leaf(64, 64, dtype=torch.bfloat16)
-            with lean():
+            with lean("norm"):
                 h = w.to(torch.bfloat16)
                 if i: w.detach().mul_(3)
                 loss = (h @ v).sum()
@@ -120,7 +120,7 @@ KNOWN = {
             h = w.to(torch.bfloat16)
         forward:
             v = leaf(64, 64, dtype=torch.bfloat16)
-            with lean():
+            with lean("norm"):
                 loss = (h @ v).float().square().mean()
         backward:
             loss.backward()
@@ -133,7 +133,7 @@ KNOWN = {
         forward:
             x = leaf(n, s, 64)
             with autocast():
-                with lean():
+                with lean("norm"):
                     loss = F.linear(x, w).float().square().mean()
         backward:
             w.data.mul_(2)
@@ -158,7 +158,7 @@ KNOWN = {
             w = parameter(8, 8, 3, 3)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.silu(x.clone())
                 if i: y.detach().clamp_(max=0.1)
                 loss = F.conv2d(y, w).square().sum()
@@ -171,7 +171,7 @@ KNOWN = {
             w = parameter(8, 8, 3, 3)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.relu(x * 1.0)
                 z = F.conv2d(y, w)
                 y.data.mul_(2)
@@ -198,7 +198,7 @@ KNOWN = {
             w = parameter(8, 8, 3, 3)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.conv2d(x, w)
                 log = y.square().mean()
                 loss = F.conv2d(F.relu(y, inplace=True), w).square().sum()
@@ -219,7 +219,7 @@ KNOWN = {
     "an interrupted forward pass of a lean model": """
         n=4,4,4 s=16,16,16
         before:
-            model = make_lean(Body())
+            model = make_lean(Body(), "norm")
         forward:
             x = leaf(n, 8, s, s)
             with model:
@@ -232,7 +232,7 @@ KNOWN = {
         n=4,4 s=11,11
         forward:
             x = leaf(n, 16, s, s)
-            with lean():
+            with lean("norm"):
                 loss = F.hardswish(x.mT.clone()).square().mean()
         backward:
             loss.backward()
@@ -243,7 +243,7 @@ KNOWN = {
             w = parameter(16, 8, 3, 3)
             v = w.mT
         forward:
-            with lean():
+            with lean("norm"):
                 y = v * 1
                 loss = (y * y).sum()
         backward:
@@ -253,13 +253,13 @@ KNOWN = {
     "a tensor that waits in one lean() and is packed in another": """
         n=4,4 s=9,9
         before:
-            saver = lean()
+            saver = lean("norm")
             w = parameter(64, dtype=torch.bfloat16)
         forward:
             x = tensor(n, s, 64, dtype=torch.bfloat16)
             with saver:
                 y = F.rms_norm(x, (64,), w)
-                with lean():
+                with lean("norm"):
                     z = F.relu(y) / 3
                     log = z.float().norm()
                 loss = (z @ z.mT).float().square().mean()

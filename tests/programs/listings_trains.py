@@ -44,7 +44,7 @@ TRAINS = {
             v = parameter(64, 64)
         forward:
             x = leaf(n, s, 64)
-            with lean():
+            with lean("norm"):
                 h = x @ w
                 log = h.norm()
                 y = F.relu(h)
@@ -60,7 +60,7 @@ TRAINS = {
             v = parameter(64, 64)
         forward:
             x = leaf(n, s, 64)
-            with lean():
+            with lean("norm"):
                 h = x @ w
                 y = F.relu(h)
                 log = h.norm()
@@ -76,7 +76,7 @@ TRAINS = {
             w = parameter(64)
         forward:
             x = leaf(n, s, 64)
-            with lean():
+            with lean("norm"):
                 h = F.layer_norm(x * 1.0, (64,))
                 log = h.norm()
                 loss = (F.relu(h) * w + doubled_sin(h)).square().mean()
@@ -90,7 +90,7 @@ TRAINS = {
             small_passes(30_000)
         forward:
             x = leaf(n, s, 64)
-            with lean():
+            with lean("norm"):
                 y = forked(F.silu(x))
                 loss = y.square().mean()
         backward:
@@ -102,7 +102,7 @@ TRAINS = {
             small_passes(30_000)
         forward:
             x = leaf(n, s, 64)
-            with taking_turns(lean(), lean("conv")):
+            with taking_turns(lean("norm"), lean("conv")):
                 y = F.silu(F.layer_norm(x, (64,)))
             loss = F.silu(y).square().mean()
         backward:
@@ -132,7 +132,7 @@ TRAINS = {
         forward:
             x = leaf(n, 8, s, s)
             with torch.no_grad():
-                with lean():
+                with lean("norm"):
                     with torch.enable_grad():
                         y = F.conv2d(F.silu(F.group_norm(F.conv2d(x, w), 2, g, g)), w)
                         loss = y.square().mean()

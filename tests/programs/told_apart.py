@@ -19,7 +19,7 @@ SAME = {
             w = parameter(16)
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = torch.sigmoid(x)
                 y.mul_(1.5)
                 loss = y.mean() + w.square().mean()
@@ -33,7 +33,7 @@ SAME = {
             w = parameter(48, 48)
         forward:
             x = leaf(n, 8, s, s, dtype=torch.bfloat16)
-            with lean():
+            with lean("norm"):
                 y = x.sqrt()
                 y.sigmoid_()
                 z = w.to(w.dtype, copy=True) @ w
@@ -50,7 +50,7 @@ SAME = {
             v = parameter(8, 16, 3, 3)
         forward:
             x = tensor(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.conv2d(x, w, None)
                 z = v.to(v.dtype, copy=True)
                 loss = y.sum() + z.square().mean()
@@ -75,7 +75,7 @@ UNSEEN = {
         n=4 s=6
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.batch_norm(x, None, None, None, None, True)
                 with torch.no_grad(): y.clamp_(max=0.1)
                 loss = F.relu(y).mean()
@@ -86,7 +86,7 @@ UNSEEN = {
         n=4 s=6
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.silu(x)
                 z = y.square()
                 y.data.mul_(2)
@@ -98,7 +98,7 @@ UNSEEN = {
         n=4 s=6
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.silu(x)
                 t = y.detach()
                 t.mul_(2)
@@ -110,7 +110,7 @@ UNSEEN = {
         n=4 s=6
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = F.batch_norm(x, None, None, None, None, True)
                 with torch.no_grad():
                     y.clamp_(max=0.1)
@@ -122,7 +122,7 @@ UNSEEN = {
         n=3,3 s=7,7
         forward:
             x = leaf(n, 8, s, s)
-            with lean():
+            with lean("norm"):
                 y = x * 1.0
                 if i: y.detach().mul_(2)
                 z = y * y.detach()
@@ -136,7 +136,7 @@ UNSEEN = {
             x = leaf(n, s, 48)
             a, b = x.chunk(2, 1)
             with torch.no_grad(): a.add_(0.5)
-            with lean():
+            with lean("norm"):
                 y = F.logsigmoid(x)
                 if i: y.data.mul_(2)
                 loss = y.square().mean()

@@ -170,7 +170,7 @@ def under_lean(rank):
     model = torch_nn.Sequential(torch_nn.Linear(64, 64), torch_nn.GELU(), torch_nn.LayerNorm(64))
     model = convert(distribute_module(model, mesh()))
     found = []
-    for context in (nullcontext(), lean(), lean(budget=0.5)):
+    for context in (nullcontext(), lean("norm"), lean(budget=0.5)):
         x = distribute_tensor(torch.ones(64, 64), mesh(), [Replicate()]).requires_grad_()
         model.zero_grad()
         with warnings.catch_warnings():

@@ -106,7 +106,7 @@ def test_under_autocast_lean_and_func_grad():
 
 
 def lean(layer, x):
-    with leannorm.lean():
+    with leannorm.lean("norm"):
         y = layer(x.clone().requires_grad_())
     y.sum().backward()
 
