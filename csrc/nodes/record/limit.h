@@ -106,11 +106,17 @@ struct Learned {
   static constexpr double kAtFirst = 6, kWithin = 5;  // what is allocated within a node, as gradients and workspaces, is not seen
   std::atomic<double> beyond = -1;  // not known yet
   std::atomic<double> saved = 0;    // all that the last pass has saved
+  std::atomic<double> of_first = 0;  // the largest, in units of the first tensor: the batch's size tells it before it comes
   std::atomic<int64_t> passed = 0;  // bytes that the process had in it at most, if more than the limit
 
-  void note(double taken, double all) {  // what was more than expected counts at once, what was less by degrees
-    const double before = beyond.load();
-    beyond.store(before < taken ? taken : before * 0.75 + taken * 0.25), saved.store(all);
+  void note(double taken, double all, double largest) {
+    follow(beyond, taken), follow(of_first, largest), saved.store(all);
+  }
+
+ private:
+  static void follow(std::atomic<double>& known, double now) {  // what was more than expected counts at once, what was less by degrees
+    const double before = known.load();
+    known.store(before < now ? now : before * 0.75 + now * 0.25);
   }
 };
 
@@ -128,7 +134,8 @@ class Limit {
   Limit(const Limit&) = delete;
   ~Limit() {  // all that was saved is gone
     const auto largest = static_cast<double>(largest_);
-    if (read_ && largest_ > 0) learned_->note(static_cast<double>(most_ - end_) / largest, static_cast<double>(all_) / largest);
+    if (read_ && largest_ > 0)
+      learned_->note(static_cast<double>(most_ - end_) / largest, static_cast<double>(all_) / largest, largest / static_cast<double>(first_));
     learned_->passed = had_ > limit_ ? had_ : 0;
   }
   // What the process has now: what the C library has given out, and the program itself.
@@ -138,10 +145,10 @@ class Limit {
   }
   // What the backward pass is going to take beyond that.
   int64_t reserve() const {
-    const double beyond = learned_->beyond.load();
+    const double beyond = learned_->beyond.load(), largest = std::max(static_cast<double>(largest_), static_cast<double>(first_) * learned_->of_first.load());
     const double at_first = Learned::kAtFirst * static_cast<double>(largest_) + static_cast<double>(gradients_) +
                             (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
-    return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * static_cast<double>(largest_));
+    return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * largest);
   }
   bool is_near() {
     const int64_t coming = reserve();
@@ -154,6 +161,7 @@ class Limit {
   }
   // The forward pass has saved a tensor of so many bytes.
   void saved(Log& log, int64_t nbytes) {
+    if (first_ == 0) first_ = nbytes;
     largest_ = std::max(largest_, nbytes), since_ += nbytes, all_ += nbytes;
     if (since_ * kLooks < bytes_) return;
     since_ = 0;
@@ -188,7 +196,7 @@ class Limit {
   const int64_t limit_, bytes_;
   const std::shared_ptr<Learned> learned_;
   const int64_t others_;
-  int64_t had_ = 0, gradients_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
+  int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
   bool read_ = false;  // has a backward pass?
   std::unordered_set<const void*> parameters_;
   int level_ = 0;
