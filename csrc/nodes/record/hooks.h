@@ -139,6 +139,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     return;
   }
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
+  if (!log.open.empty())
+    for (Read& read : log.calls[log.open.back()].reads) read.saved |= read.value == v;
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;

@@ -3,6 +3,7 @@
 // also one through .data, under no_grad or into a view, is a call that makes the next version.
 #pragma once
 
+#include "exposed.h"
 #include "rules.h"
 #include "shown.h"
 
@@ -79,6 +80,8 @@ struct Value {
   int number = 0;
   bool in_rows = false;    // may its gradient read it some rows at a time?
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
+  bool weight = false;     // of a leaf that wants a gradient
+  bool exposed = false;    // can others write what is held, behind the pass?
   // Of a value that nobody has saved, and that is held to make one that is dropped:
   enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
   int instead = -1;        // that one
@@ -93,6 +96,7 @@ struct Value {
 struct Read {
   int at, place, value;
   int geometry;  // of the log; -1: as the value was made
+  bool saved = false;  // by the call's node
 };
 
 struct Call {
@@ -179,6 +183,7 @@ struct Log {
   std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;
   int passes = 0;           // that are open and write into it
+  std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each pass that is open
   std::shared_ptr<Times> times;      // if a plan is to be made of the pass
   at::CallbackHandle callback = 0;
@@ -210,6 +215,10 @@ struct Log {
     }
   };
 
+  Log() = default;
+  ~Log() {
+    if (exposed) forget(*exposed, exposed->left);
+  }
   int new_value(int memory, const Tensor& t, int call) {
     Value made;
     made.memory = memory, made.call = call, made.made = Geometry::of(t);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hooks.h"
+#include "watch.h"
 
 #include <unordered_set>
 
@@ -96,6 +97,7 @@ struct Pass {
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
+    expose(log);
     log->waiting = {}, log->leaves.clear();
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
@@ -193,6 +195,7 @@ inline void add_record(py::module_ module) {
                                 py::object shared, py::object compare) {
     python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
   });
+  module.def("exposed", [] { return watched().left.load(); });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

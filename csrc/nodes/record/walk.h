@@ -213,7 +213,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied)
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied)
       x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
@@ -238,6 +238,11 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
   }
 }
 
+// Nobody else can write what is held of it, or it is not needed to make others.
+inline void hide(Log& log, Value& x) {
+  if (std::exchange(x.exposed, false)) forget(*log.exposed, 1);
+}
+
 // One reader less.
 inline void release(Log& log, int v) {
   c10::SmallVector<int, 16> left{v};
@@ -245,6 +250,7 @@ inline void release(Log& log, int v) {
     const int one = left.pop_back_val();
     Value& x = log.values[one];
     --x.refs;
+    if (x.refs <= x.saves) hide(log, x);
     if (x.refs > 0) {
       x.left = std::min(x.left, x.refs);  // its reader may have had it
       continue;
