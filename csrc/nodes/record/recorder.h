@@ -146,7 +146,9 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   Call call;
   call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
   call.in_checkpoint = runs_in_checkpoint();
-  call.usable = flags_now() == log.flags && !inference && !c10::impl::dispatch_mode_enabled();
+  const auto flags = log.number_of_flags();
+  call.flags = flags.value_or(0);
+  call.usable = flags.has_value() && !inference && !c10::impl::dispatch_mode_enabled();
   read_arguments(log, call, fn.inputs());
   if (rule->kind != Kind::kSkip) for_written(*rule, fn.inputs(), [&](const Tensor& t) { about_to_write(log, number, call, t); });
   log.calls[number] = std::move(call);
