@@ -1,4 +1,4 @@
-"""Calls that ran under global flags of their own are made again under these, whatever the backward pass has."""
+"""Calls that ran under global flags of their own are made again under these, whatever is set later."""
 
 from contextlib import nullcontext
 
@@ -53,7 +53,7 @@ def test_flags_are_as_before_when_a_rebuild_raises():
                 log, loss = h.norm(), F.relu(h).exp().sum()
                 torch.set_num_threads(2)
             h.detach().numpy()[...] = 0
-            with pytest.raises(RuntimeError, match="modified by an inplace|was edited"):
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
                 loss.backward()
             assert torch.get_num_threads() == 2
         assert log.requires_grad

@@ -127,9 +127,9 @@ def test_a_norm_with_a_bias_and_no_weight(name, trained):
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_nodes):
-    """Each call is made again under its own. Where nothing is recorded and nodes do not tell which of them came
-    first, no flags are known of those that ran before a change, and what has other bits under the flags of now
-    is held."""
+    """Each call is made again under its own. Where nothing is recorded, and nodes do not tell which of them
+    came first, no flags are known of those that ran before a change, and what has other bits under the flags
+    of now is held."""
 
     def program(context):
         wide, back = nn.Conv2d(8, 32, 3), nn.Conv2d(32, 8, 3)

@@ -78,6 +78,7 @@ struct Value {
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved, as its
   int number = 0;
+  bool narrow = false;     // a plan keeps it: what it is made of may take its place, in a narrower dtype
   bool in_rows = false;    // may its gradient read it some rows at a time?
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
   bool weight = false;     // of a leaf that wants a gradient

@@ -39,6 +39,7 @@ class Walk {
     ++log.stamp;
   }
 
+  bool at_once = false;    // is nothing behind what it is made of asked?
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
   Cause cause;  // the first that was found
@@ -52,7 +53,7 @@ class Walk {
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = made_again(v, depth) || takes(v);
+    const bool can = at_once && v != top_ ? takes(v) : made_again(v, depth) || takes(v);
     return log_.values[v].can = can;
   }
 
@@ -327,6 +328,13 @@ inline void hold_again(Log& log, int v, Tensor held) {
   for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
 }
 
+// Of a log-softmax that a plan keeps, may the cast that it read take its place, in the dtype before it?
+inline bool may_be_narrow(const Log& log, const Value& x) {
+  if (x.state != Value::kHeld || x.call < 0 || log.calls[x.call].rule->name != "aten::_log_softmax" || log.calls[x.call].reads.size() != 1) return false;
+  const Value& in = log.values[log.calls[x.call].reads[0].value];
+  return in.state == Value::kFree && in.call >= 0 && log.calls[in.call].rule->name == "aten::_to_copy";
+}
+
 // A saved value that is held: may it be dropped?
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
@@ -338,11 +346,13 @@ inline void decide(Log& log, int v) {
   if (elements < log.policy.smallest) return;
   if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
   const Tensor was = std::exchange(x.held, {});
-  Walk walk(log, v, 0);
+  Walk walk(log, v, x.narrow ? log.values[v].storage_bytes * 3 / 4 : 0);
+  walk.at_once = x.narrow;
   bool can = walk.able(v);
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
+  if (log.values[v].narrow && !can) return void(log.values[v].held = was);
   if (!can) {  // by what nobody saves and is smaller, such as what was cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
     can = again.able(v), taken = std::move(again.taken);

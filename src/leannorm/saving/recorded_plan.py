@@ -23,6 +23,7 @@ class Way:
 
     def __init__(self, following: Following, whys: tuple[str, ...]) -> None:
         self.following, self._whys = following, whys
+        self.narrows = following.goal.overhead is None  # of what a plan keeps: that has no price
         self._calls: list[Call] = []
         self.failed: Exception | None = None
 
@@ -70,7 +71,7 @@ class Way:
         rates, why = rates_for(self.following.goal, torch.device("cpu"))
         if why is not None:
             said[why] = 1
-        timeline = Timeline(told, rates)
+        timeline = Timeline(told, rates, self.narrows)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {
