@@ -258,8 +258,8 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         if not x.parameter:
             x.listed, x.number = True, len(log.listed)
             log.listed.append(v)
-    follower = log.passes[-1]
-    movable = not x.parameter and follower.hold is not None and tensor.numel() >= SMALLEST
+    follower = log.passes[-1].follower
+    movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= SMALLEST
     leaf = whole.grad_fn is None and not movable  # autograd reads what it holds, also where its data is replaced
     if leaf:
         saved.tensor = tensor

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.flags import Flags
 from leannorm.saving.log.hooks import PYTHON, hand_over
+from leannorm.saving.log.plans import Follower, Times, said, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
 from leannorm.saving.log.rules import RULES, TABLE, Row
 from leannorm.saving.log.values import (
@@ -17,10 +18,7 @@ from leannorm.saving.log.values import (
     DROPPED,
     HELD,
     NONE,
-    NOT_AT_HAND,
-    COLLECTIVE,
     SMALLEST,
-    Cause,
     Log,
     Policy,
     Value,
@@ -54,13 +52,6 @@ class RecordedTensors:
         return self._rows
 
 
-def said(x: Value) -> Cause:
-    """What is said of a value that is held."""
-    if x.why == NOT_AT_HAND and x.cause.why != NONE:
-        return x.cause
-    return Cause(x.why, x.cause.of if x.why == x.cause.why and x.why != COLLECTIVE else "")
-
-
 class RecordedPass:
     """One pass, from its making to `close`. Those of one thread that are open at once share one log."""
 
@@ -80,7 +71,7 @@ class RecordedPass:
         subclasses: bool,
         gathers: bool,
     ) -> None:
-        self.layer, self.hold, self.other, self.cause = layer, hold, other, Cause()
+        self.layer, self.hold, self.other = layer, hold, other
         log = THREAD.log
         if log is None or log.closed:
             log = THREAD.log = Log(flags)
@@ -91,16 +82,13 @@ class RecordedPass:
         with log:
             log.settle()
             hand_over(log)
-            self.policy = log.policy = Policy(products, everything, sums, runs, row)
+            log.policy = Policy(products, everything, sums, runs, row)
             self.first, self.first_call, self.first_pack = len(log.listed), len(log.calls), log.packs
             self.first_other = len(log.others)
+            self.follower = Follower(ask, log.policy, self.first)
+            if ask is not None:
+                log.times = self.follower.times = Times() if log.times is None else log.times
             log.passes.append(self)
-
-    def has_place(self, x: Value, tensor: Tensor) -> bool:
-        return False
-
-    def drops(self, log: Log, x: Value, tensor: Tensor) -> bool:
-        return True
 
     def meet(self, what: int) -> None:
         self._met |= what
@@ -115,8 +103,9 @@ class RecordedPass:
             hand_over(log)
             self._note_those_alone()
             log.passes.remove(self)
+            self.follower.forget_times(log)
             if log.passes:
-                log.policy = log.passes[-1].policy
+                log.policy = log.passes[-1].follower.policy
                 return
             remove(log.recorder)
             log.recorder = None
@@ -156,7 +145,14 @@ class RecordedPass:
         return 0
 
     def places(self) -> int:
-        return 0
+        return self.follower.place + 1
+
+    def timeline(self) -> tuple[Any, ...]:
+        """What a plan is made from."""
+        with self.log as log:
+            log.settle()
+            others = sum(other.nbytes for other, counts in self._others() if counts)
+            return timeline_of(log, self.follower, self.first_call, others)
 
     def calls(self) -> list[str]:
         return [call.rule.name for call in self.log.calls]
