@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._torch import left_to_python
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.log.recorder import COMPILED, OWN, THREAD, is_of_checkpoint
 from leannorm.saving.log.replay import Replay
-from leannorm.saving.log.values import (
-    CHECKPOINTED,
-    DROPPED,
-    FREED,
-    HELD,
-    NOT_AT_HAND,
-    NONE,
-    SMALLEST,
-    Cause,
+from leannorm.saving.log.tensors import (
     Geometry,
-    Log,
-    Other,
-    Value,
     alias_of,
-    below,
     beside,
     counter_of,
     geometry_of,
     is_plain,
     matches,
-    over,
-    sample_of,
     shown,
 )
+from leannorm.saving.log.values import DROPPED, HELD, SMALLEST, Cause, Log, Why
 from leannorm.saving.log.walk import decide, hold_again
 from leannorm.saving.shards import PLAIN
 from leannorm.saving.shards import counter_of as counter_of_shared
@@ -61,18 +47,42 @@ class _OfPython:
 PYTHON = _OfPython()
 
 
+class Other:
+    """A tensor that the log keeps and cannot read, such as a sparse one; there as long as a node has it."""
+
+    __slots__ = ("__weakref__", "dtype", "nbytes", "place", "sizes")
+
+    def __init__(self, told: tuple[Sequence[int], int, int], dtype: torch.dtype) -> None:
+        (self.sizes, self.place, self.nbytes), self.dtype = told, dtype
+
+
 class Saved:
     """What a node keeps in the place of a tensor: a value as a view shows it, or a tensor that is kept."""
 
     __slots__ = (
-        "log", "value", "shape", "counter", "version", "tensor", "original", "layer", "other", "spec", "is_leaf",
+        "counter",
+        "is_leaf",
+        "layer",
+        "log",
+        "original",
+        "other",
+        "shape",
+        "spec",
+        "tensor",
+        "value",
+        "version",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.log: Log | None = None
         self.value, self.version = -1, 0
         self.shape: Geometry | None = None  # none: as the value was made
-        self.counter = self.tensor = self.original = self.layer = self.other = self.spec = None
+        self.counter: Tensor | None = None
+        self.tensor: Tensor | None = None
+        self.original: Tensor | None = None  # under verify, what a rebuild is compared with
+        self.layer: str | None = None  # that saved it
+        self.other: Other | None = None
+        self.spec: Any = None  # how ranks share the DTensor whose local tensor the value is
         self.is_leaf = False
 
     def __del__(self) -> None:
@@ -87,76 +97,18 @@ class Saved:
                 pass
 
     def check_version(self) -> None:
-        now = None if self.counter is None else self.counter._version
-        if now is None or now == self.version:
+        if self.counter is None or self.counter._version == self.version:
             return
-        sizes = self.counter.shape if self.tensor is None else self.tensor.shape
+        now = self.counter._version
         if self.log is not None:
             sizes = (self.shape or self.log.values[self.value].made).sizes
+        else:
+            sizes = (self.counter if self.tensor is None else self.tensor).shape
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
             f" [tensor of shape {list(sizes)}] is at version {now}; expected version {self.version} instead."
             " leannorm.lean() needs it for the backward pass: edit a copy of it, or edit it after backward()."
         )
-
-
-class Elsewhere:
-    """What a user's hooks hold. `is_other`: is what they return other memory?"""
-
-    def __init__(self, bring: Callable[[], Tensor], memory: StorageWeakRef) -> None:
-        self._bring, self._memory, self.is_other = bring, memory, True
-
-    def bring(self, x: Value) -> Tensor:
-        """It, laid out as it was."""
-        made = x.made
-        with _disable_current_modes(), torch.no_grad():
-            tensor = self._bring()
-        with below():
-            flat = not made.fills(x.storage_bytes)
-            fits = tensor.numel() == x.storage_bytes // made.dtype.itemsize if flat else tensor.shape == made.sizes
-            if tensor.dtype != made.dtype or tensor.device != made.device or not fits:
-                raise RuntimeError(
-                    "leannorm.lean(held=...): the second hook returns the tensor that the first one got, of shape"
-                    f" {list(made.sizes)} and dtype {made.dtype} on {made.device}; got shape {list(tensor.shape)}"
-                    f" and dtype {tensor.dtype} on {tensor.device}"
-                )
-            self.is_other = StorageWeakRef(tensor.untyped_storage()) != self._memory
-            tensor = tensor.detach() if tensor.requires_grad else tensor
-            if flat:
-                whole = tensor.is_contiguous() and not tensor.storage_offset()
-                return over((tensor if whole else tensor.contiguous().clone()).untyped_storage(), made)
-            if geometry_of(tensor) == made:
-                return tensor
-            laid = torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device)
-            return laid.copy_(tensor)
-
-
-def hand_over(log: Log) -> None:
-    """Values that wait for it are handed to the innermost pass's hooks."""
-    waiting, log.to_move = log.to_move, []
-    hold = log.passes[-1].hold if log.passes else None
-    for v in waiting if hold is not None else ():
-        x = log.values[v]
-        item = x.made.dtype.itemsize
-        taken = x.elsewhere is not None or x.copied or x.lost or x.shown is not None
-        if x.held is None or not x.refs or taken or x.state != HELD or not log.is_there(v) or x.storage_bytes % item:
-            continue
-        shape = x.made
-        if not shape.fills(x.storage_bytes):
-            shape = shape._replace(sizes=(x.storage_bytes // item,), strides=(1,), offset=0)
-        given = over(x.held.untyped_storage(), shape)
-        busy, log.busy = log.busy, True
-        try:
-            with torch.no_grad():
-                bring = hold(given)
-        finally:
-            log.busy = busy
-        if bring is None or not x.refs or x.state != HELD:
-            continue
-        x.sample = sample_of(given) if x.sample is None else x.sample
-        x.elsewhere = Elsewhere(bring, StorageWeakRef(given.untyped_storage()))
-        with below():
-            x.held = given.new_empty(0)
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -172,7 +124,8 @@ def _is_of_node(tensor: Tensor, name: str) -> bool:
 def _is_made_by_checkpoint(tensor: Tensor) -> bool:
     """Is it the output of a checkpoint that is a function of autograd's (use_reentrant=True)?"""
     node = tensor.grad_fn
-    return isinstance(node, BackwardCFunction) and is_of_checkpoint(node._forward_cls)
+    forward = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+    return is_of_checkpoint(forward)
 
 
 def _kept(log: Log | None, tensor: Tensor) -> Tensor:
@@ -232,8 +185,6 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
         _save(log, saved, local, tensor)
         if saved.tensor is not None and saved.spec is not None:
             saved.tensor = _kept(log, tensor)
-        if log.to_move:
-            hand_over(log)
     return saved
 
 
@@ -260,7 +211,9 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
             log.listed.append(v)
     follower = log.passes[-1].follower
     movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= SMALLEST
-    leaf = whole.grad_fn is None and not movable  # autograd reads what it holds, also where its data is replaced
+    leaf = (
+        whole.grad_fn is None and not movable
+    )  # autograd reads what it holds, also where its data is replaced
     if leaf:
         saved.tensor = tensor
         if saved.spec is None:
@@ -287,8 +240,8 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         log.to_move.append(v)
     if not leaf and drops:
         decide(log, v)
-    if x.why == NOT_AT_HAND and _is_made_by_checkpoint(whole):
-        x.why, x.cause = CHECKPOINTED, Cause()
+    if x.why == Why.NOT_AT_HAND and _is_made_by_checkpoint(whole):
+        x.why, x.cause = Why.CHECKPOINTED, Cause()
 
 
 # ---------------------------------------------------------------- read back
@@ -299,7 +252,8 @@ def _read_by_user() -> bool:
     node: Any = torch._C._current_autograd_node()
     if not isinstance(node, BackwardCFunction):
         return node is not None and "CppNode" in type(node).__name__
-    return not getattr(node._forward_cls, "__module__", "").startswith("leannorm.")
+    forward = getattr(node, "_forward_cls", None)
+    return not getattr(forward, "__module__", "").startswith("leannorm.")
 
 
 def _is_of_others(log: Log, v: int) -> bool:
@@ -333,9 +287,10 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
         tensor = replay.value(saved.value)
         if saved.original is None and not matches(x.sample, tensor) and not _is_of_others(log, saved.value):
             raise RuntimeError(
-                f"leannorm.lean(): an output of {log.calls[x.call].rule.name} of shape {list(tensor.shape)} was"
-                " rebuilt, and is not what the forward pass saved: what it was made of was edited where no operator"
-                " was called (through its memory). Edit a copy of it, or leave lean() out of this part"
+                f"leannorm.lean(): an output of {log.calls[x.call].rule.name} of shape {list(tensor.shape)}"
+                " was rebuilt, and is not what the forward pass saved: what it was made of was edited where"
+                " no operator was called (through its memory). Edit a copy of it, or leave lean() out of this"
+                " part"
             )
     other = dropped or x.elsewhere is not None
     replay.used(saved.value)

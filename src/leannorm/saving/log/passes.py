@@ -9,20 +9,12 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.flags import Flags
-from leannorm.saving.log.hooks import PYTHON, hand_over
+from leannorm.saving.log.hooks import PYTHON
+from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.plans import Follower, Times, said, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
 from leannorm.saving.log.rules import RULES, TABLE, Row
-from leannorm.saving.log.values import (
-    ALONE,
-    DROPPED,
-    HELD,
-    NONE,
-    SMALLEST,
-    Log,
-    Policy,
-    Value,
-)
+from leannorm.saving.log.values import DROPPED, HELD, SMALLEST, Log, Policy, Value, Why
 
 
 class RecordedTensors:
@@ -37,12 +29,14 @@ class RecordedTensors:
         dropped = x.state == DROPPED
         nbytes = x.storage_bytes - min(instead, x.storage_bytes)
         name, why = "" if x.call < 0 else log.calls[x.call].rule.name, said(x)
-        self._rows.append((name, list(x.made.sizes), x.made.dtype, nbytes, dropped, why.why, x.saves > 0, why.of))
+        self._rows.append(
+            (name, list(x.made.sizes), x.made.dtype, nbytes, dropped, why.why, x.saves > 0, why.of)
+        )
         self.dropped += nbytes * dropped
         self.held += nbytes * (not dropped)
 
     def add_other(self, sizes: Iterable[int], dtype: torch.dtype, nbytes: int) -> None:
-        self._rows.append(("", list(sizes), dtype, nbytes, False, NONE, False, ""))
+        self._rows.append(("", list(sizes), dtype, nbytes, False, Why.NONE, False, ""))
         self.held += nbytes
 
     def __len__(self) -> int:
@@ -124,13 +118,20 @@ class RecordedPass:
         log = self.log
         for v in log.listed[self.first :]:
             x = log.values[v]
-            unsaid = x.saves and x.call >= 0 and x.state == HELD and x.why == NONE and not x.copied and not x.lost
+            unsaid = (
+                x.saves
+                and x.call >= 0
+                and x.state == HELD
+                and x.why == Why.NONE
+                and not x.copied
+                and not x.lost
+            )
             if not unsaid or x.made.numel < SMALLEST or x.made.dtype == torch.int64 or x.held is None:
                 continue
             owners = 1 + log.leaves.get(v, 0)
             storage = x.held.untyped_storage()
             if log.is_there(v) and torch._C._storage_Use_Count(storage._cdata) == owners + 1:
-                x.why = ALONE
+                x.why = Why.ALONE
 
     def packed(self) -> bool:
         return self.log.packs > self.first_pack
@@ -161,7 +162,9 @@ class RecordedPass:
         """What it has saved, and what of that is still there."""
         made = RecordedTensors()
         with self.log as log:
-            beside = [x for x in log.values if not x.listed and x.held is not None and (x.call >= 0 or x.copied)]
+            beside = [
+                x for x in log.values if not x.listed and x.held is not None and (x.call >= 0 or x.copied)
+            ]
             instead: dict[int, int] = {}  # bytes of what is held for a value that is dropped
             for x in beside:
                 if x.instead >= 0 and x.held is not None:

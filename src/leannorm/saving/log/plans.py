@@ -8,28 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from leannorm.saving.log.price import groups_of, operations
-from leannorm.saving.log.values import (
-    CHECKPOINTED,
-    COLLECTIVE,
-    COPIED,
-    DROPPED,
-    HELD,
-    NONE,
-    NOT_AT_HAND,
-    SMALLEST,
-    TOO_DEEP,
-    Cause,
-    Log,
-    Policy,
-    Value,
-)
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, SMALLEST, Cause, Log, Policy, Value, Why
 from leannorm.saving.log.walk import Walk
 
 _WANTS, _HAS_GRADIENT = 1, 2  # of a value: a gradient comes; it is added to one that is there
 
 
 class Places:
-    """What a plan says of the tensors that a pass saves, in order: what each is, is it dropped, why it is kept."""
+    """What a plan says of the tensors that a pass saves, in order: each is dropped, or kept for a reason."""
 
     def __init__(
         self, calls: Iterable[tuple[Any, ...]], drops: list[bool], whys: list[int], of: list[str]
@@ -44,15 +30,15 @@ def by_plan(policy: Policy) -> Policy:
 
 def said(x: Value) -> Cause:
     """What is said of a value that is held."""
-    if x.why == NOT_AT_HAND and x.cause.why != NONE:
+    if x.why == Why.NOT_AT_HAND and x.cause.why != Why.NONE:
         return x.cause
-    return Cause(x.why, x.cause.of if x.why == x.cause.why and x.why != COLLECTIVE else "")
+    return Cause(x.why, x.cause.of if x.why == x.cause.why and x.why != Why.COLLECTIVE else "")
 
 
 class Follower:
     """One pass's way along a plan. Where it is not as planned, or there is no plan, Python says what to do:
-    `ask(place, (kind, sizes, strides, dtype, number))` returns: is it dropped, the plan from here on, why it is
-    kept, and because of which operator."""
+    `ask(place, (kind, sizes, strides, dtype, number))` returns: is it dropped, the plan from here on, why it
+    is kept, and because of which operator."""
 
     def __init__(self, ask: Callable[..., Any] | None, policy: Policy, first: int) -> None:
         self.ask, self.policy, self.first = ask, policy, first
@@ -73,9 +59,10 @@ class Follower:
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         here = name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, x.number - self.first
         if self.plan is not None and self.place < len(self.plan.list):
-            planned, drops, self.cause = self.plan.list[self.place]
+            planned, planned_drops, self.cause = self.plan.list[self.place]
             if planned == here:
-                return drops
+                return planned_drops
+        drops: bool
         drops, self.plan, why, of = self.ask(self.place, here)
         self.cause = Cause(why, of)
         log.policy = self.policy if self.plan is None else by_plan(self.policy)
@@ -136,15 +123,15 @@ class Times:
 
 
 def _makes(log: Log, taken: set[int]) -> set[int]:
-    """Which values are made again, or could be: a plan may also drop what was held only since too much in a row
-    leads to it, as it holds others. `taken`: what that would hold though nobody saves it."""
+    """Which values are made again, or could be: a plan may also drop what was held only since too much in a
+    row leads to it, as it holds others. `taken`: what that would hold though nobody saves it."""
     makes = set[int]()
     for v, x in enumerate(log.values):
         if x.state == DROPPED:
             makes.add(v)
         if x.state != HELD or x.call < 0 or x.copied:
             continue
-        if x.saves and x.why not in (TOO_DEEP, NOT_AT_HAND, CHECKPOINTED):
+        if x.saves and x.why not in (Why.TOO_DEEP, Why.NOT_AT_HAND, Why.CHECKPOINTED):
             continue
         was, x.held = x.held, None
         walk = Walk(log, v, 0, x.number) if x.saves else Walk(log, v, 0)
@@ -177,13 +164,16 @@ def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, .
     for number, call in enumerate(log.calls[start:], start):
         wants = times.wants.get(number, ())
         reads = [
-            (read.value, log.shape_of(read).nbytes, at in wants, read.at) for at, read in enumerate(call.reads)
+            (read.value, log.shape_of(read).nbytes, at in wants, read.at)
+            for at, read in enumerate(call.reads)
         ]
         told = operations(log, call), groups_of(call), call.grad_mode, reads, list(call.outs)
         calls.append((call.rule.name, *told))
     for v, x in enumerate(log.values):
         inputs = log.inputs_of(log.calls[x.call]) if v in makes else []
-        copied = x.copied or (v in taken and x.call < 0 and x.storage_bytes <= COPIED)  # or would be, as in `need`
+        copied = x.copied or (
+            v in taken and x.call < 0 and x.storage_bytes <= COPIED
+        )  # or would be, as in `need`
         counts = (x.refs > 0 or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
         of_memory = x.memory, -1 if x.call < start else x.call - start, x.storage_bytes, x.made.nbytes
         of_dtype = x.made.dtype.itemsize, x.made.dtype.is_floating_point, times.of_value.get(v, 0)

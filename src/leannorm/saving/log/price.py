@@ -7,7 +7,10 @@ from math import prod
 from leannorm.saving.log.rules import ATTENTION, CONVOLUTION, MATRIX
 from leannorm.saving.log.values import Call, Log
 
-_OF_CONVOLUTION, _OF_ATTENTION = 768, 1024  # operations for each value of the output, above which it is costly
+_OF_CONVOLUTION, _OF_ATTENTION = (
+    768,
+    1024,
+)  # operations for each value of the output, above which it is costly
 
 
 def is_costly(log: Log, call: Call) -> bool:
@@ -39,7 +42,12 @@ def operations(log: Log, call: Call) -> int:
     out = log.values[call.outs[0]].made.numel
     if call.rule.formula == CONVOLUTION:
         weight = call.sizes(log, 1)
-        return 2 * prod(weight[1:]) * (prod(call.sizes(log, 0)) if call.args[6] is True else out) * (len(weight) > 1)
+        return (
+            2
+            * prod(weight[1:])
+            * (prod(call.sizes(log, 0)) if call.args[6] is True else out)
+            * (len(weight) > 1)
+        )
     if call.rule.formula == MATRIX:
         a = _factor(log, call)
         return 2 * out * a[-1] if a else 0

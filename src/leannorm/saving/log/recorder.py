@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm._torch import left_to_python
 from leannorm.saving.flags import current
+from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.rules import RULES, SKIP, Rule, rule_of
-from leannorm.saving.log.values import DROPPED, HELD, Call, Log, Read, copy_of, geometry_of, is_plain
+from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain
+from leannorm.saving.log.values import DROPPED, HELD, Call, Log, Read
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
 COMPILED, OTHERS_HOOKS = 1, 2  # what a pass met, as `Met` in log.h
@@ -74,6 +76,8 @@ class Recorder(TorchDispatchMode):
             raise
         with log:
             end(log, number, writes, result)
+            if log.to_move:
+                hand_over(log)
         return result
 
 
@@ -118,9 +122,9 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
     unpack = unpack_of_others()
     call.in_checkpoint = unpack is not None and is_of_checkpoint(unpack)
     tensors = read_arguments(log, number, call)
-    if unpack is not None and call.grad_mode and not call.in_checkpoint:
-        if not rule.sends and any(t.requires_grad for t in tensors.values() if isinstance(t, Tensor)):
-            log.meets(OTHERS_HOOKS)
+    others = unpack is not None and call.grad_mode and not call.in_checkpoint
+    if others and any(t.requires_grad for given in tensors.values() for t in _listed(given)):
+        log.meets(OTHERS_HOOKS)
     writes: Writes = []
     if rule.writes and (rule.gate < 0 or call.args[rule.gate]):
         for at in rule.writes:

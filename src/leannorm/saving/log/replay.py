@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.log.rules import ARGUMENT, RESULT
 from leannorm.saving.log.recorder import IN_LIST
-from leannorm.saving.log.values import (
-    DROPPED,
-    Call,
-    Log,
-    Value,
-    below,
-    copy_of,
-    geometry_of,
-    matches,
-    results_read,
-    shown,
-)
+from leannorm.saving.log.rules import ARGUMENT, RESULT
+from leannorm.saving.log.tensors import below, copy_of, geometry_of, matches, shown
+from leannorm.saving.log.values import DROPPED, Call, Log, Value, results_read
 
 _aten = torch.ops.aten
 
@@ -90,8 +80,8 @@ class Replay:
         if edited or not matches(x.sample, tensor):
             raise RuntimeError(
                 f"a tensor of shape {list(x.made.sizes)} has been modified by an inplace operation after"
-                " leannorm.lean()'s forward pass had read it, and is needed to rebuild another one: edit it after"
-                " backward(), edit a copy of it, or leave lean() out of this step"
+                " leannorm.lean()'s forward pass had read it, and is needed to rebuild another one: edit it"
+                " after backward(), edit a copy of it, or leave lean() out of this step"
             )
         return tensor
 
@@ -161,8 +151,8 @@ class Replay:
     def _by_results(self, call: Call, read: list[Any], results: dict[int, Tensor]) -> Tensor:
         """Its first result, by another operator that reads others of its results."""
         full = self._arguments(call, read)
-        if not call.rule.by_statistics:
-            told = {ARGUMENT: full, RESULT: results}
+        if call.rule.instead is not None:
+            told: dict[int, Any] = {ARGUMENT: full, RESULT: results}
             made = call.rule.instead(*(told[of][at] if of in told else None for of, at in call.rule.given))
             return made if isinstance(made, Tensor) else made[0]
         # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and so it does of these

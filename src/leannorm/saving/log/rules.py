@@ -12,7 +12,15 @@ import torch
 SKIP, ONCE, CHEAP, SUM, PRODUCT = range(5)  # as Kind in rules.h
 MATRIX, CONVOLUTION, ATTENTION = 1, 2, 3  # as Formula
 NOTHING, ARGUMENT, RESULT = range(3)  # as Source
-_SENDING = ("c10d", "fsdp", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
+_SENDING = (
+    "c10d",
+    "fsdp",
+    "_c10d_functional",
+    "c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "symm_mem",
+)
 
 
 class Row(NamedTuple):
@@ -34,7 +42,8 @@ class Rule:
     """An operator. `again` makes its results a second time, or `instead` the first of them from others."""
 
     def __init__(self, op: Any) -> None:
-        schema, self.op, self.again, self.instead = op._schema, op, op, None
+        schema, self.op, self.again = op._schema, op, op
+        self.instead: Any = None
         self.name = schema.name
         self.kind, self.formula, self.gate, self.fills, self.by_statistics = CHEAP, 0, -1, False, False
         self.edits = False  # its result is its first argument, written
@@ -47,10 +56,14 @@ class Rule:
         self.places = {name: i for i, name in enumerate(self.names)}
         self.defaults = [one.default_value if one.has_default_value() else None for one in schema.arguments]
         self.lists = len(schema.returns) == 1 and "List" in str(schema.returns[0].type)
-        self.slack = 0 if op.namespace == "aten" else 1  # a user's operator moves the counter before it writes
+        self.slack = (
+            0 if op.namespace == "aten" else 1
+        )  # a user's operator moves the counter before it writes
         self.sends = op.namespace in _SENDING
         self.writes = [
-            i for i, one in enumerate(schema.arguments) if one.alias_info is not None and one.alias_info.is_write
+            i
+            for i, one in enumerate(schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
         ]
         if op.namespace == "c10d" and self.name != "c10d::send":
             self.writes.append(0)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.log.replay import Replay
-from leannorm.saving.log.values import Call, Log, below, is_of_several, sample_of, shown
+from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
+from leannorm.saving.log.values import Call, Log
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
 _TRIED = Counter[Hashable]()
@@ -97,7 +98,7 @@ def _has_several_values(tensor: Tensor) -> bool:
 
 
 def _tells(log: Log, call: Call, replay: Replay) -> bool:
-    """Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by."""
+    """Do the call's arguments have several values? A norm of zeros is its bias, however it is computed."""
     inputs = log.inputs_of(call)
     most = max((log.values[i].made.numel for i in inputs), default=0)
     if not most:

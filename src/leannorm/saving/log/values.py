@@ -7,9 +7,8 @@ write, also one through `.data`, under `no_grad` or into a view, is a call that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from ctypes import string_at
-from math import prod
+from collections.abc import Iterable
+from enum import IntEnum
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -18,204 +17,73 @@ from torch import Tensor
 
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.log.rules import Rule
+from leannorm.saving.log.tensors import Geometry, beside, counter_of, geometry_of, over
 
-_C: Any = torch._C
 FREE, HELD, DROPPED = range(3)  # a value: nobody needs it; it is held; it is made again
-(
-    NONE,
-    NEVER,
-    NOT_REPEATED,
-    NOT_AT_HAND,
-    TOO_DEEP,
-    OTHER_BITS,
-    EDITED,
-    SMALLER,
-    UNKNOWN,
-    FLAGS,
-    PLANNED,
-    COLLECTIVE,
-    FREED,
-    CHECKPOINTED,
-    ALONE,
-) = range(15)  # why it is held; as `Why` in log.h
 COPIED = 1 << 14  # bytes: a smaller tensor that was there before is copied, as an optimizer may change it
 
 
-class Geometry(NamedTuple):
-    """How a tensor shows its memory."""
+class Why(IntEnum):
+    """Why a value is held; as in log.h."""
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def numel(self) -> int:
-        return prod(self.sizes)
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.sizes) * self.dtype.itemsize
-
-    @property
-    def extent(self) -> int:
-        """Bytes of the memory from its start to behind the last element."""
-        if 0 in self.sizes:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        return (self.offset + last + 1) * self.dtype.itemsize
-
-    def fills(self, nbytes: int) -> bool:
-        """Is it all of a memory of so many bytes, element by element?"""
-        return not self.offset and self.nbytes == nbytes == self.extent and 0 not in self.strides
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    return Geometry(
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
-    )
-
-
-# ---------------------------------------------------------------- what is called beside the program
-
-_K, _Keys = _C.DispatchKey, _C.DispatchKeySet
-
-
-def _keys(*names: str) -> Any:
-    keys = _Keys.from_raw_repr(0)
-    for name in names:
-        keys = keys | _Keys(getattr(_K, name))
-    return keys
-
-
-_MODES = _keys("Python", "PythonTLSSnapshot", *(name for name in dir(_K) if name.startswith("Autocast")))
-_INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set() | _MODES
-_BELOW = _EXCLUDED | _keys("AutogradFunctionality", "ADInplaceOrView")
-
-
-def beside() -> Any:
-    """Within it calls are seen by no mode: aliases share their version counter."""
-    return _C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
-
-
-def below() -> Any:
-    """Within it calls are seen by no mode, and by autograd neither."""
-    return _C._ForceDispatchKeyGuard(_INCLUDED, _BELOW)
-
-
-_PLAIN: dict[int, bool] = {}
-_VIEWS_OF_BITS = _keys("Conjugate", "Negative")
-
-
-def is_plain(tensor: Tensor, in_any_bits: bool = False) -> bool:
-    """Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they
-    compute with. `in_any_bits`: conjugate or negative views, too, which are memory that may be written."""
-    keys = _C._dispatch_keys(tensor)
-    if in_any_bits:
-        keys = keys - _VIEWS_OF_BITS
-    known = keys.raw_repr()
-    if known not in _PLAIN:
-        _PLAIN[known] = _has_keys(tensor, known)
-    return _PLAIN[known] and _C.TensorBase.layout.__get__(tensor) is torch.strided  # type: ignore[no-any-return]
-
-
-def _has_keys(tensor: Tensor, keys: int) -> bool:
-    with _C.DisableTorchFunctionSubclass(), beside():
-        device = tensor.device
-        if device.type == "meta":
-            return False
-        return bool(_C._dispatch_keys(torch.empty(0, device=device)).raw_repr() == keys)
-
-
-_EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-
-def counter_of(tensor: Tensor) -> Tensor:
-    """A tensor without memory that shares the version counter; called `beside` the program."""
-    kind = tensor.device, tensor.dtype
-    if kind not in _EMPTY:
-        _EMPTY[kind] = torch.empty(0, device=kind[0], dtype=kind[1])
-    counter = tensor.detach()
-    counter.data = _EMPTY[kind]  # replaces the memory and keeps the version counter
-    return counter
-
-
-def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory and version counter without a graph, which could lead back to the node that saves it."""
-    with beside():
-        return tensor.detach()
-
-
-def over(storage: torch.UntypedStorage, shape: Geometry) -> Tensor:
-    with beside(), torch.no_grad():
-        return torch.empty(0, dtype=shape.dtype, device=shape.device).set_(  # type: ignore[call-overload,no-any-return]
-            storage, shape.offset, shape.sizes, shape.strides
-        )
-
-
-def copy_of(tensor: Tensor, shape: Geometry) -> Tensor:
-    """A copy of all of the storage, so that views keep their places."""
-    return over(tensor.untyped_storage().clone(), shape)
-
-
-def shown(tensor: Tensor, shape: Geometry) -> Tensor:
-    if shape.extent > tensor.untyped_storage().nbytes():
-        raise RuntimeError(
-            "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the"
-            " forward pass"
-        )
-    if geometry_of(tensor) == shape:
-        return tensor
-    if tensor.dtype != shape.dtype:
-        return over(tensor.untyped_storage(), shape)
-    with below():
-        return tensor.as_strided(shape.sizes, shape.strides, shape.offset)
-
-
-_WORDS = 12
-
-
-def is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
-
-
-def sample_of(tensor: Tensor) -> bytes | None:
-    """Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen."""
-    n = tensor.nbytes
-    if not n or tensor.device.type != "cpu" or not is_dense(tensor):
-        return None
-    at, width = tensor.data_ptr(), min(n, 8)
-    if not at:
-        return None
-    return b"".join([string_at(at + (n - width) * i // (_WORDS - 1), width) for i in range(_WORDS)])
-
-
-def matches(sample: bytes | None, tensor: Tensor) -> bool:
-    other = None if sample is None else sample_of(tensor)
-    return sample is None or other is None or sample == other
-
-
-def is_of_several(sample: bytes | None) -> bool:
-    """Are the sampled values different ones?"""
-    return sample is not None and sample != sample[: len(sample) // _WORDS] * _WORDS
-
-
-# ---------------------------------------------------------------- the log
+    NONE = 0
+    NEVER = 1
+    NOT_REPEATED = 2
+    NOT_AT_HAND = 3
+    TOO_DEEP = 4
+    OTHER_BITS = 5
+    EDITED = 6
+    SMALLER = 7
+    UNKNOWN = 8
+    FLAGS = 9
+    PLANNED = 10
+    COLLECTIVE = 11
+    FREED = 12
+    CHECKPOINTED = 13
+    ALONE = 14
 
 
 class Cause(NamedTuple):
     """Why a value is held, or is not at hand, and the operator to which that applies."""
 
-    why: int = NONE
+    why: int = Why.NONE
     of: str = ""
 
 
 class Value:
     __slots__ = (
-        "memory", "call", "out", "made", "storage_bytes", "counter", "version", "held", "elsewhere", "shown",
-        "rebuilt", "sample", "state", "why", "cause", "copied", "marked", "lost", "listed", "number", "in_rows",
-        "parameter", "whole", "instead", "saves", "refs", "left", "runs", "sums", "products", "seen", "can",
+        "call",
+        "can",
+        "cause",
+        "copied",
+        "counter",
+        "elsewhere",
+        "held",
+        "in_rows",
+        "instead",
+        "left",
+        "listed",
+        "lost",
+        "made",
+        "marked",
+        "memory",
+        "number",
+        "out",
+        "parameter",
+        "products",
+        "rebuilt",
+        "refs",
+        "runs",
+        "sample",
+        "saves",
+        "seen",
+        "shown",
+        "state",
+        "storage_bytes",
+        "sums",
+        "version",
+        "whole",
+        "why",
     )  # fmt: skip
 
     def __init__(self, memory: int, call: int, made: Geometry, nbytes: int, counter: Tensor) -> None:
@@ -226,16 +94,21 @@ class Value:
         self.shown: Tensor | None = None  # the memory itself, where it was edited unseen by autograd
         self.rebuilt: Tensor | None = None
         self.sample: bytes | None = None
-        self.state, self.why, self.cause = FREE, NONE, Cause()
+        self.state, self.cause = FREE, Cause()
+        self.why: int = Why.NONE
         self.copied = False  # is `held` a copy?
         self.marked = False  # its counter moved once more behind the call that wrote it
         self.lost = False  # it was overwritten past the dispatcher
         self.listed, self.number = False, 0  # among what the pass has saved, as its
         self.in_rows = False  # may its gradient read it some rows at a time?
         self.parameter = False  # memory of a parameter, which is there without autograd, too
-        self.whole = True  # of what nobody saved and is held for another: not a copied part of a concatenation
+        self.whole = (
+            True  # of what nobody saved and is held for another: not a copied part of a concatenation
+        )
         self.instead = -1  # that other
-        self.saves = self.refs = self.left = 0  # nodes that saved it; these and values made of it; those to come
+        self.saves = self.refs = self.left = (
+            0  # nodes that saved it; these and values made of it; those to come
+        )
         self.runs = self.sums = self.products = 0  # of a dropped value: calls, and the most in a row
         self.seen, self.can = 0, False  # the last walk that came here, and what it found
 
@@ -252,8 +125,8 @@ class Value:
 
 
 class Read(NamedTuple):
-    """A tensor among a call's arguments: `place` in a list, -1 without one. `shape` is None where it is as the
-    value was made."""
+    """A tensor among a call's arguments: `place` in a list, -1 without one. `shape` is None where it is as
+    the value was made."""
 
     at: int
     place: int
@@ -263,8 +136,20 @@ class Read(NamedTuple):
 
 class Call:
     __slots__ = (
-        "rule", "args", "positional", "named", "reads", "outs", "writing", "before", "sends", "in_checkpoint",
-        "kind", "grad_mode", "usable", "by_result",
+        "args",
+        "before",
+        "by_result",
+        "grad_mode",
+        "in_checkpoint",
+        "kind",
+        "named",
+        "outs",
+        "positional",
+        "reads",
+        "rule",
+        "sends",
+        "usable",
+        "writing",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, args: list[Any], positional: int, named: tuple[str, ...]) -> None:
@@ -284,7 +169,7 @@ class Call:
 
 
 class Memory:
-    __slots__ = ("weak", "current", "sent")
+    __slots__ = ("current", "sent", "weak")
 
     def __init__(self, weak: int, current: int) -> None:
         self.weak, self.current = weak, current  # the storage, whose address does not come again; a value
@@ -312,15 +197,6 @@ class Policy(NamedTuple):
 
 
 SMALLEST, MUCH_LARGER = 1024, 32  # elements; times
-
-
-class Other:
-    """A tensor that the log keeps and cannot read, such as a sparse one; there as long as a node has it."""
-
-    __slots__ = ("sizes", "dtype", "place", "nbytes", "__weakref__")
-
-    def __init__(self, told: tuple[Sequence[int], int, int], dtype: torch.dtype) -> None:
-        (self.sizes, self.place, self.nbytes), self.dtype = told, dtype
 
 
 class Log:
@@ -353,7 +229,7 @@ class Log:
         self._lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> Log:
-        """Two threads may come here, and one may come twice: what is freed in here may free what was saved."""
+        """Two threads may come here, and one twice: what is freed in here may free what was saved."""
         self._lock.acquire()
         self._depth += 1
         return self
@@ -401,7 +277,7 @@ class Log:
         self.settle()
         self.let_go()
         for kept in (self.values, self.calls, self.listed, self.to_move):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         self.leaves.clear()
         self.others = [one for one in self.others if one() is not None]
         self.largest = 0
@@ -422,14 +298,14 @@ class Log:
     def new_memory(self, tensor: Tensor, call: int) -> int:
         with beside():
             v = self.new_value(len(self.memories), tensor, call)
-        weak = tensor.untyped_storage()._weak_ref()  # type: ignore[attr-defined]
+        weak: Any = tensor.untyped_storage()._weak_ref()
         self.by_storage[weak] = len(self.memories)
         self.memories.append(Memory(weak, v))
         return v
 
     def value_of(self, tensor: Tensor, moved: int = 0) -> int:
-        """The value that the tensor shows now; -1: its memory is new. `moved`: by how much a call that is about
-        to write may have moved its counter."""
+        """The value that the tensor shows now; -1: its memory is new. `moved`: by how much a call that is
+        about to write may have moved its counter."""
         number = self.by_storage.get(tensor.untyped_storage()._cdata)
         if number is None:
             return -1
@@ -467,7 +343,9 @@ class Log:
             one.outs.append(made)
             one.before = before
         if old.saves and not old.elsewhere and old.shown is None:
-            storage = memory.storage()  # whoever has saved it reads what is there, if autograd has not seen it
+            storage = (
+                memory.storage()
+            )  # whoever has saved it reads what is there, if autograd has not seen it
             if storage is not None and storage.nbytes() >= old.made.extent:
                 old.shown = over(storage, old.made)
         self.unsettled.append((made, before))
@@ -477,14 +355,11 @@ class Log:
         for made, before in self.unsettled:
             x, old = self.values[made], self.values[before]
             moved = x.counter._version - x.version
-            if 0 <= moved <= (1 if made == before or self.calls_with_grad(x) else 2):
+            if 0 <= moved <= 2 - (x.call < 0 or self.calls[x.call].grad_mode):
                 x.version = x.counter._version
             if made != before and old.counter._version != old.version:
                 old.shown = None
         self.unsettled.clear()
-
-    def calls_with_grad(self, x: Value) -> bool:
-        return x.call < 0 or self.calls[x.call].grad_mode
 
     def is_there(self, v: int) -> bool:
         number = self.values[v].memory

@@ -10,47 +10,23 @@ from torch import Tensor
 
 from leannorm.saving.log.price import is_costly
 from leannorm.saving.log.rules import ONCE, PRODUCT, SKIP, SUM
+from leannorm.saving.log.tensors import below, copy_of, over, sample_of, shown
 from leannorm.saving.log.trials import has_its_bits, is_refused
-from leannorm.saving.log.values import (
-    CHECKPOINTED,
-    COLLECTIVE,
-    COPIED,
-    DROPPED,
-    FLAGS,
-    FREED,
-    HELD,
-    MUCH_LARGER,
-    NEVER,
-    NONE,
-    NOT_AT_HAND,
-    NOT_REPEATED,
-    OTHER_BITS,
-    SMALLER,
-    SMALLEST,
-    TOO_DEEP,
-    UNKNOWN,
-    Call,
-    Cause,
-    Log,
-    below,
-    copy_of,
-    over,
-    sample_of,
-    shown,
-)
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, MUCH_LARGER, SMALLEST, Call, Cause, Log, Why
 
 _DEPTH = 64
 _FOREVER = 1 << 60
 
 
 class Walk:
-    """`before`: what was saved from this number on is not at hand. `taken`: values that nobody saves, and that
-    are held in the place of what is made of them."""
+    """`before`: what was saved from this number on is not at hand. `taken`: values that nobody saves, and
+    that are held in the place of what is made of them."""
 
     def __init__(self, log: Log, top: int, may_hold: float, before: int = _FOREVER) -> None:
         self.log, self.top, self.before, self.may_hold = log, top, before, may_hold
         self.may_copy = log.values[top].storage_bytes - may_hold
-        self.taken, self.why, self.cause = list[int](), NONE, Cause()  # the first that was found
+        self.why: int = Why.NONE
+        self.taken, self.cause = list[int](), Cause()  # the first that was found
         log.stamp += 1
 
     def able(self, v: int, depth: int = _DEPTH) -> bool:
@@ -70,10 +46,10 @@ class Walk:
 
     def _says(self, reason: int, v: int) -> bool:
         call = self.log.values[v].call
-        if self.cause.why == NONE and call >= 0:
+        if self.cause.why == Why.NONE and call >= 0:
             self.cause = Cause(reason, "" if v == self.top else self.log.calls[call].rule.name)
-        is_final = self.why in (COLLECTIVE, CHECKPOINTED, FREED)
-        if self.why == NONE or reason == CHECKPOINTED or (v == self.top and not is_final):
+        is_final = self.why in (Why.COLLECTIVE, Why.CHECKPOINTED, Why.FREED)
+        if self.why == Why.NONE or reason == Why.CHECKPOINTED or (v == self.top and not is_final):
             self.why = reason
         return False
 
@@ -99,8 +75,8 @@ class Walk:
         return True
 
     def _copies(self, call: Call, v: int, i: int) -> bool:
-        """Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts again:
-        each is copied once."""
+        """Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts
+        again: each is copied once."""
         x, made = self.log.values[i], self.log.values[v].made
         if v != self.top or call.rule.name != "aten::cat" or x.held is not None or x.state == DROPPED:
             return False
@@ -135,51 +111,51 @@ class Walk:
     def _made_again(self, v: int, depth: int) -> bool:
         log, x = self.log, self.log.values[v]
         if x.call < 0:
-            return self._says(UNKNOWN, v)
+            return self._says(Why.UNKNOWN, v)
         if not depth:
-            return self._says(TOO_DEEP, v)
+            return self._says(Why.TOO_DEEP, v)
         call, policy = log.calls[x.call], log.policy
         if call.sends:
-            return self._says(COLLECTIVE, v)
+            return self._says(Why.COLLECTIVE, v)
         if not call.usable:
-            return self._says(FLAGS, v)
+            return self._says(Why.FLAGS, v)
         if call.rule.kind in (ONCE, SKIP) or x.made.offset:
-            return self._says(NEVER, v)
+            return self._says(Why.NEVER, v)
         if v not in call.outs:
-            return self._says(UNKNOWN, v)
+            return self._says(Why.UNKNOWN, v)
         product = call.rule.kind == PRODUCT
         window = product and not call.rule.formula
         if product and not policy.everything and (not policy.products or is_costly(log, call)):
-            return self._says(NOT_REPEATED, v)
+            return self._says(Why.NOT_REPEATED, v)
         if all(log.values[out].state != DROPPED for out in call.outs):  # else how it is made again is settled
             call.by_result = self._by_result(call, v)
         if not call.by_result and call.rule.again is None:
-            return self._says(NEVER, v)
+            return self._says(Why.NEVER, v)
         if call.by_result and x.out:
-            return self._says(NOT_AT_HAND, v)
+            return self._says(Why.NOT_AT_HAND, v)
         if is_refused(log, call):
-            return self._says(OTHER_BITS, v)
+            return self._says(Why.OTHER_BITS, v)
         runs, sums, products = 1, 0, 0
         for i in log.inputs_of(call):
             if not (self.able(i, depth - 1) or self._copies(call, v, i)):
-                return self._says(CHECKPOINTED if call.in_checkpoint else NOT_AT_HAND, v)
+                return self._says(Why.CHECKPOINTED if call.in_checkpoint else Why.NOT_AT_HAND, v)
             made = log.values[i]
             if made.held is None:
                 runs = max(runs, made.runs + 1) if policy.by_plan else runs + made.runs
                 sums, products = max(sums, made.sums), max(products, made.products)
         if window and products and not policy.everything:
-            return self._says(NOT_REPEATED, v)  # it is small, and the product behind it larger
+            return self._says(Why.NOT_REPEATED, v)  # it is small, and the product behind it larger
         sums += call.rule.kind == SUM and self._adds_equals(call, v)
         products += product
         if runs > policy.runs:
-            return self._says(TOO_DEEP, v)
+            return self._says(Why.TOO_DEEP, v)
         if sums > policy.sums or products > policy.row:
-            return self._says(TOO_DEEP if policy.everything else NOT_REPEATED, v)
+            return self._says(Why.TOO_DEEP if policy.everything else Why.NOT_REPEATED, v)
         x.runs, x.sums, x.products = runs, sums, products
         return True
 
     def _adds_equals(self, call: Call, v: int) -> bool:
-        """Two tensors of the result's size, as a residual connection; a bias is part of what it is added to."""
+        """Two tensors of the result's size, as a residual connection; not a bias."""
         numel = self.log.values[v].made.numel
         return sum(self.log.shape_of(read).numel == numel for read in call.reads) > 1
 
@@ -194,7 +170,11 @@ def _part_of(log: Log, whole: int, part: int) -> Tensor:
     assert x.held is not None
     with below():
         all_ = shown(x.held, x.made)
-        copy, dim, start = torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device), call.args[1], 0
+        copy, dim, start = (
+            torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device),
+            call.args[1],
+            0,
+        )
         for read in call.reads:
             length = log.shape_of(read).sizes[dim]
             if read.value == part:
@@ -252,11 +232,11 @@ def decide(log: Log, v: int) -> None:
     x.state, elements = HELD, x.made.numel
     log.largest = max(log.largest, elements)
     if x.call < 0:
-        x.why = NONE
+        x.why = Why.NONE
     if x.call < 0 or elements < SMALLEST:
         return
     if not policy.everything and elements * MUCH_LARGER <= log.largest:
-        x.why = SMALLER
+        x.why = Why.SMALLER
         return
     was, x.held = x.held, None
     walk = Walk(log, v, 0)
@@ -267,7 +247,7 @@ def decide(log: Log, v: int) -> None:
     x.held = was
     call = log.calls[x.call]
     if not can:
-        x.why, x.cause = CHECKPOINTED if call.in_checkpoint else walk.why, walk.cause
+        x.why, x.cause = Why.CHECKPOINTED if call.in_checkpoint else walk.why, walk.cause
         return
     assert was is not None
     inputs = log.inputs_of(call)
@@ -276,7 +256,7 @@ def decide(log: Log, v: int) -> None:
     if not has_its_bits(log, v):
         for i in inputs:
             log.release(i)
-        x.why = OTHER_BITS
+        x.why = Why.OTHER_BITS
         return
     x.sample = sample_of(shown(was, x.made))
-    x.state, x.why, x.held = DROPPED, NONE, None
+    x.state, x.why, x.held = DROPPED, Why.NONE, None
