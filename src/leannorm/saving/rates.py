@@ -80,7 +80,7 @@ def table(device: torch.device) -> Rates:
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
     """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike."""
-    return measured(device) if goal.overhead is not None else (table(device), None)
+    return measured(device) if goal.promises_time else (table(device), None)
 
 
 RANKS = (
