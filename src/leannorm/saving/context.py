@@ -97,8 +97,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
     left out. `records`: every saved tensor; they add up to those. `plan`: what was chosen, once there is a
     plan (of "norm", "conv" and `limit` there is none). `reasons`: why nothing, or less than asked, was saved;
-    empty where all is well. What concerns the whole pass (compiled code, others' hooks, a budget, peak or limit out of
-    reach) is also warned of, once per cause.
+    empty where all is well. What concerns the whole pass (compiled code, others' hooks, a budget, peak or
+    limit out of reach) is also warned of, once per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
     `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._files import cached, write_json
+from leannorm.autograd.nodes import INTERFACE, NODES
 from leannorm.ops.modes import in_no_mode
 from leannorm.planning.goal import Goal
 
@@ -39,8 +40,8 @@ class Rates(NamedTuple):
     grouped: float = 0.25
     convolutions_last: float = 1.0
     grouped_last: float = 0.25
-    hold: float = 30e-6
-    rebuild: float = 100e-6
+    hold: float = 10e-6
+    rebuild: float = 10e-6
 
     def in_channels_last(self) -> Rates:
         """Where each convolution is laid out so."""
@@ -53,6 +54,7 @@ class Rates(NamedTuple):
 
 
 _GB, _T = 1e9, 1e12
+_IN_PYTHON = {"hold": 30e-6, "rebuild": 100e-6}  # what the hooks take where they are not C++
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
@@ -68,6 +70,10 @@ _CUDA = {
 @lru_cache
 def table(device: torch.device) -> Rates:
     """The row of the table for this device: the same in every run and on every rank."""
+    return _row(device) if NODES is not None else _row(device)._replace(**_IN_PYTHON)
+
+
+def _row(device: torch.device) -> Rates:
     if device.type == "cuda" and torch.cuda.is_available():
         major = torch.cuda.get_device_capability(device)[0]
         return _CUDA[min(max(major, min(_CUDA)), max(_CUDA))]
@@ -132,7 +138,6 @@ def _name(device: torch.device) -> str:
 
 def _made_by() -> list[object]:
     from leannorm import __version__
-    from leannorm.autograd.nodes import INTERFACE, NODES
 
     return [__version__, torch.__version__, torch.get_num_threads(), NODES is not None and INTERFACE]
 
