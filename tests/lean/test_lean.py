@@ -17,7 +17,12 @@ from leannorm.saving.recorded import serves
 # small networks cannot meet every budget, and say so
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of reach")
 
-SETTINGS = {"norm": {"recompute": "norm"}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
+SETTINGS = {
+    "plain": {},
+    "norm": {"recompute": "norm"},
+    "conv": {"recompute": "conv"},
+    "budget": {"budget": 0.3},
+}
 
 
 class Stock(torch.autograd.graph.saved_tensors_hooks):

@@ -27,7 +27,9 @@ def gradients(model, step):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.6}], ids=str
+)
 def test_each_call_of_a_decorated_function_is_a_pass(setting):
     model = network()
 

@@ -231,7 +231,9 @@ def test_a_pass_within_has_hooks_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "setting", [{}, {"recompute": "conv"}, {"held": (torch.clone, torch.clone)}], ids=["norm", "conv", "held"]
+    "setting",
+    [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"held": (torch.clone, torch.clone)}],
+    ids=["plain", "norm", "conv", "held"],
 )
 def test_verify_finds_nothing_in_a_sound_network(setting):
     ours, saved = trained(lambda: lean(verify=True, **setting))
@@ -303,7 +305,9 @@ def test_verify_keeps_everything(verify):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"held": (torch.clone, torch.clone)}, {"verify": True}], ids=["norm", "held", "verify"]
+    "settings",
+    [{}, {"recompute": "norm"}, {"held": (torch.clone, torch.clone)}, {"verify": True}],
+    ids=["plain", "norm", "held", "verify"],
 )
 def test_no_pass_is_left(settings, monkeypatch):
     """Each has a log of its own, which nothing that the pass hands to C++ may keep alive."""

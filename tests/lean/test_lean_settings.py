@@ -183,7 +183,7 @@ DENORMAL = {
 
 @pytest.mark.parametrize("flushed", [(False, True), (True, False)], ids=["backward", "forward"])
 @pytest.mark.parametrize("made", DENORMAL)
-@pytest.mark.parametrize("settings", [{}, {"budget": 0.05}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recompute": "norm"}, {"budget": 0.05}], ids=str)
 @pytest.mark.filterwarnings("ignore:leannorm. budget")
 def test_what_is_made_of_denormal_numbers(made, flushed, settings):
     """Of no number that is denormal itself: the backward pass would read that as 0 in stock, too."""
