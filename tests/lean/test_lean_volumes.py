@@ -88,7 +88,7 @@ def test_a_volume_too_small_for_its_stages():
     assert equal(gradients(model, x, saving), gradients(model, x, nullcontext()))
 
 
-# the most that lean("norm") and lean("conv") hold of what the network saves; labels, which are views, stay whole
+# the most that "norm" and "conv" hold of what the network saves; labels, which are views, stay whole
 MOST = {
     "PlainConvUNet": (0.53, 0.35),
     "ResidualEncoderUNet": (0.64, 0.4),

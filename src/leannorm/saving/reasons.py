@@ -239,7 +239,8 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
     if goal.overhead is not None and least <= (goal.budget or 0.0):
         return (
             f"plain lean() spends {goal.overhead:g} of a plain PyTorch step at most, by prices, which leaves"
-            f" {plan.ratio:.2f} of the bytes; to keep {goal.budget:g} at any price write budget={goal.budget:g}"
+            f" {plan.ratio:.2f} of the bytes; to keep {goal.budget:g} at any price write"
+            f" budget={goal.budget:g}"
         )
     return budget_out_of_reach(goal, least, compiled)
 
