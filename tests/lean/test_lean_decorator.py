@@ -41,7 +41,7 @@ def test_each_call_of_a_decorated_function_is_a_pass(setting):
     for _ in range(3):
         assert all(map(torch.equal, gradients(model, step), stock))
         assert 9 <= len(step.saved.records) < 2 * 9  # of one call, not of all
-        assert step.saved.rebuilt_bytes > 0
+        assert step.saved.rebuilt_bytes > 0 or not setting
     assert (step.__name__, step.__doc__) == (loss_of.__name__, loss_of.__doc__)
     assert inspect.signature(step) == inspect.signature(loss_of)
 

@@ -214,10 +214,10 @@ def test_noise_that_is_filled_after_it_was_saved():
 def test_a_pass_within_has_hooks_of_its_own():
     outer, inner = Hooks(), Hooks()
     x = torch.randn(64, 64, requires_grad=True)
-    with lean(held=(outer.pack, outer.unpack)):
+    with lean("norm", held=(outer.pack, outer.unpack)):
         y = (x @ x).sin()
         before = len(outer.got)
-        with lean(held=(inner.pack, inner.unpack)):
+        with lean("norm", held=(inner.pack, inner.unpack)):
             y = (y @ x).cos()
         assert len(outer.got) == before
         assert inner.got
@@ -259,7 +259,7 @@ def test_verify_names_operator_shape_layer_and_values():
         with lean("norm"):
             model(x).sum()
     model[2].noise = 3.0
-    with lean(verify=True):
+    with lean("norm", verify=True):
         loss = model(x).sum()
     with pytest.raises(
         RebuildError,

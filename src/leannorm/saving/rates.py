@@ -40,8 +40,8 @@ class Rates(NamedTuple):
     grouped: float = 0.25
     convolutions_last: float = 1.0
     grouped_last: float = 0.25
-    hold: float = 10e-6
-    rebuild: float = 10e-6
+    hold: float = 30e-6
+    rebuild: float = 100e-6
 
     def in_channels_last(self) -> Rates:
         """Where each convolution is laid out so."""
@@ -54,7 +54,7 @@ class Rates(NamedTuple):
 
 
 _GB, _T = 1e9, 1e12
-_IN_PYTHON = {"hold": 30e-6, "rebuild": 100e-6}  # what the hooks take where they are not C++
+_IN_CPP = {"hold": 10e-6, "rebuild": 10e-6}  # what the hooks take where they are C++
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
@@ -70,10 +70,6 @@ _CUDA = {
 @lru_cache
 def table(device: torch.device) -> Rates:
     """The row of the table for this device: the same in every run and on every rank."""
-    return _row(device) if NODES is not None else _row(device)._replace(**_IN_PYTHON)
-
-
-def _row(device: torch.device) -> Rates:
     if device.type == "cuda" and torch.cuda.is_available():
         major = torch.cuda.get_device_capability(device)[0]
         return _CUDA[min(max(major, min(_CUDA)), max(_CUDA))]
@@ -85,8 +81,14 @@ def _row(device: torch.device) -> Rates:
 
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
-    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike."""
-    return measured(device) if goal.promises_time else (table(device), None)
+    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike.
+
+    Where a plan may not take more than some time, the hooks' price counts, and the table's is that of Python.
+    """
+    if goal.promises_time:
+        return measured(device)
+    in_cpp = NODES is not None and goal.overhead is not None
+    return table(device)._replace(**_IN_CPP) if in_cpp else table(device), None
 
 
 RANKS = (
