@@ -22,7 +22,8 @@ NORMS = {
     "rms": lambda: nn.RMSNorm(6),
 }
 CONTEXTS = {
-    "norm": lean,
+    "plain": lean,
+    "norm": lambda: lean("norm"),
     "conv": lambda: lean("conv"),
     "budget": lambda: lean(budget=0.3),
     "held": lambda: lean("conv", held=save_on_cpu()),

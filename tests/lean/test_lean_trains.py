@@ -13,7 +13,7 @@ from torch import nn
 from leannorm import lean
 from leannorm.saving import reasons, small
 
-SETTINGS = [{}, {"recompute": "conv"}, {"budget": 0.3}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|no plan)")
 
 
