@@ -293,6 +293,14 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(self.whys[why * by_node], of))
+            (
+                name,
+                torch.Size(shape),
+                dtype,
+                nbytes,
+                dropped,
+                None,
+                reasons.made_of(self.whys[why * by_node], of),
+            )
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]
