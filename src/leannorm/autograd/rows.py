@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from leannorm._types import KeptByRowNorm, Maybe, Rows
+from leannorm.autograd import by_torch
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
-from leannorm.ops.backends import REFERENCE, Backend
+from leannorm.ops.backends import ATEN, REFERENCE, Backend
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded, traced
 from leannorm.ops.select import pick, transformed
@@ -92,14 +93,16 @@ def row_norm(
     """y and x + residual (else x): `RowNorm`, or under a functorch transform its formula in plain torch."""
     tensors = (x, residual, weight, bias)
     in_transform = transformed(*tensors)
+    backend = REFERENCE if in_transform else pick(*tensors)
+    if backend is ATEN and valid is None and not traced():
+        made = by_torch.row_norm(*tensors, rows)
+        if made is not None:
+            return made
     if in_transform or not recorded(*tensors):
-        backend = REFERENCE if in_transform else pick(*tensors)
         y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid)
         return y, total
     apply = RowNorm.apply if traced() else apply_row_norm
     alike = residual is not None and residual.dtype is x.dtype
-    call = RowCall(
-        pick(*tensors), rows, wide_for(weight, bias), bias is not None, residual is not None, alike
-    )
+    call = RowCall(backend, rows, wide_for(weight, bias), bias is not None, residual is not None, alike)
     out = apply(x, residual, weight, bias, valid, call)
     return (out, x) if residual is None else out

@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Moments, Running, Valid
 from leannorm.autograd import fast
-from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.channel import channel_affine, channel_norm, group_normed
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
 from leannorm.functional import stock
@@ -136,6 +136,8 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, 
     if sharded(input, epilogue.weight, epilogue.bias):
         return _groups_of_shards(input, num_groups, epilogue, eps, masking)
     valid = valid_positions(input, *masking)
+    if valid is None:
+        return group_normed(input, epilogue, eps, num_groups)
     return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
 
 
@@ -277,6 +279,8 @@ def _instances(
             raise cut.refuse(rule, positions)
     if valid is not None and others is None:
         _checks.more_than_one_valid(input, valid.total)
+    if valid is None and sharing is None and running.mean is None:
+        return group_normed(input, epilogue, eps, channels)
     y, moments = channel_norm(input, epilogue, eps, channels, valid=valid, sharing=sharing)
     if running.mean is not None and moments is not None and whole.numel():
         others = None if rebuilding() else others

@@ -75,6 +75,17 @@ def picks_cpu() -> bool:
     return _cpu_serves and (_chosen == AUTO or _chosen == CPU.name)
 
 
+def picks_aten(x: Tensor) -> bool:
+    """Whether `pick` would choose torch's kernels for CPU tensors like this one of a dtype that they take."""
+    if _chosen != AUTO:
+        return _chosen == ATEN.name
+    if picks_cpu():
+        return False
+    if not _warned:
+        _warn_of_missing_kernels((x,))
+    return True
+
+
 def picks_triton(x: Tensor) -> bool:
     """Whether `pick` would choose Triton's kernels for tensors like this one."""
     if x.layout is not torch.strided:

@@ -20,6 +20,7 @@ _ATEN = torch.ops.aten
 _NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
 _USUAL = 1e-10, 1e10  # bounds of rstd: its square is far from the limits of float32
 _OF_EPS = 16.0  # times eps: a larger variance is computed from 1 / sqrt(var + eps) to some 1e-7
+LEAST_EPS = 1e-20  # from which on no small variance makes rstd unusual
 _FEW = 8  # channels of a group: with fewer, torch's backward pass is several times slower in channels_last
 
 
@@ -40,8 +41,23 @@ def near(mean: Tensor, rstd: Tensor) -> bool:
     return usual(mean, rstd) and not far(mean, rstd)
 
 
+def is_exact(mean: Tensor, rstd: Tensor) -> bool:
+    """`near` where eps is at least `LEAST_EPS`, in fewer calls of operators."""
+    least, most = torch.aminmax(rstd)
+    if not least.item() > _USUAL[0]:
+        return False
+    low, high = torch.aminmax(mean)
+    return max(-low.item(), high.item()) * most.item() <= _NEAR or not far(mean, rstd)
+
+
+def is_exact_by_variance(mean: Tensor, var: Tensor, eps: float = 0.0) -> bool:
+    """The same by the variance, to which eps has not been added."""
+    low, high = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / _NEAR**2))
+    return low.item() >= -eps and high.item() < _USUAL[0] ** -2
+
+
 def dense(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=memory_format(x))
+    return x.is_contiguous() or x.is_contiguous(memory_format=memory_format(x))
 
 
 def serves(x: Tensor, *others: Tensor | None) -> bool:
