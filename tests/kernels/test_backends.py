@@ -100,7 +100,7 @@ class Called(TorchDispatchMode):
 
 BY_TORCH = {
     "batch": (lambda: nn.BatchNormAct2d(4), (8, 4, 32, 32), {"native_batch_norm", "threshold_backward"}),
-    "group": (lambda: nn.GroupNorm(2, 4), (8, 4, 64, 64), {"native_batch_norm"}),
+    "group": (lambda: nn.GroupNorm(2, 4), (8, 4, 64, 64), {"native_group_norm"}),
     "layer": (lambda: nn.LayerNorm(64), (256, 64), {"native_layer_norm", "native_layer_norm_backward"}),
 }
 

@@ -178,9 +178,14 @@ def evaluation(
 def row_norm(
     x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows
 ) -> tuple[Tensor, Tensor] | None:
-    """y and x + residual (else x) of a layer norm over the last axes."""
+    """y and x + residual (else x) of a layer norm over the last axes.
+
+    None for an RMS norm: torch's is off by several roundings, and keeps several tensors of the input's size.
+    """
     start, stop, eps, rms, offset, cast_before = rows
-    vectors = None if rms or offset or cast_before or stop != x.dim() else _in_one(x, weight, bias)
+    if rms or offset or cast_before or stop != x.dim():
+        return None
+    vectors = _in_one(x, weight, bias)
     if vectors is None or eps < native.LEAST_EPS or not x.is_contiguous():
         return None
     if x.dtype in _WIDE and any(v is not None and v.dtype is not x.dtype and recorded(v) for v in vectors):

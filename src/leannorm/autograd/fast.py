@@ -301,13 +301,13 @@ def row_norm(
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     y: Maybe
-    if isinstance(backend, Aten):
+    if isinstance(backend, Aten) and not rms:
         start = x.dim() - len(shape)
-        if rms or start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
+        if start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
             return None
         made = by_torch.row_norm(x, None, weight, bias, Rows(start, x.dim(), eps, rms))
         return None if made is None else made[0]
-    if NODES is not None:
+    if NODES is not None and not isinstance(backend, Aten):
         y = NODES.row_norm(x, weight, bias, eps, shape, rms, backend is TRITON_AS_GIVEN)
         if y is not None:
             return y
