@@ -8,6 +8,8 @@ Python, so there is none to spare of either.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ _JUMPS = ("hardswish", "hardtanh", "relu6")  # their derivatives, at numbers to 
 _FEW, _LARGE = 8, 1 << 16  # channels of a group and elements for which torch's backward pass is slow
 
 
-def _in_one(x: Tensor, *vectors: Maybe) -> tuple[Maybe, ...] | None:
+def _in_one(x: Tensor, *vectors: Maybe) -> Any:
     """Vectors as torch takes them: all in the input's dtype, or all in float32 beside half precision."""
     dtype = x.dtype
     for v in vectors:
