@@ -25,7 +25,7 @@ _FEW, _LARGE = 8, 1 << 16  # channels of a group and elements for which torch's 
 
 
 def _in_one(x: Tensor, *vectors: Maybe) -> Any:
-    """Vectors as torch takes them: all in the input's dtype, or all in float32 beside half precision."""
+    """Vectors as torch takes them: all in the input's dtype, or for half precision all in float32."""
     dtype = x.dtype
     for v in vectors:
         if v is not None and v.dtype is not dtype:
@@ -122,7 +122,7 @@ def _of_batch(
     if x.numel() <= x.size(1):
         return None
     try:
-        made = torch._batch_norm_impl_index(x, *vectors, True, momentum, eps, False)
+        made = torch._batch_norm_impl_index(x, vectors[0], vectors[1], mean, var, True, momentum, eps, False)
     except RuntimeError:
         return None
     return made[0] if native.is_exact(made[1], made[2]) else None
@@ -145,7 +145,9 @@ def group_norm(x: Tensor, weight: Maybe, bias: Maybe, act: str, eps: float, grou
             layout, x = memory_format(x), x.contiguous()
     try:
         inner = x.numel() // (samples * channels)
-        y, mean, rstd = torch.native_group_norm(x, *vectors, samples, channels, inner, groups, eps)
+        y, mean, rstd = torch.native_group_norm(
+            x, vectors[0], vectors[1], samples, channels, inner, groups, eps
+        )
         if not native.is_exact(mean.detach(), rstd.detach()):
             return None
     except (RuntimeError, ZeroDivisionError):
@@ -166,7 +168,7 @@ def evaluation(
     if recorded(x, weight, bias, residual):
         if weight is None or not weight.requires_grad:
             return None  # torch would keep x, which only the weight's gradient needs
-        if mean is running[0]:
+        if running[0] is mean:
             mean, var = mean.clone(), var.clone()
     try:
         if not native.is_exact_by_variance(mean, var, eps):
@@ -194,7 +196,7 @@ def row_norm(
         return None  # torch rounds their gradients to the input's dtype
     total = x if residual is None else x + residual.to(x.dtype)
     try:
-        y, mean, rstd = torch.native_layer_norm(total, x.shape[start:], *vectors, eps)
+        y, mean, rstd = torch.native_layer_norm(total, x.shape[start:], vectors[0], vectors[1], eps)
         return (y, total) if native.is_exact(mean, rstd) else None
     except RuntimeError:
         return None

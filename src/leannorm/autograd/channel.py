@@ -337,13 +337,12 @@ def channel_norm(
     return y, Moments(mean, m2, plan.outer * plan.inner)
 
 
-def group_normed(x: Tensor, epilogue: Epilogue, eps: float, groups: int) -> Tensor:
-    """`channel_norm` by each sample's groups, of which no statistics are asked."""
+def group_norm_by_torch(x: Tensor, epilogue: Epilogue, eps: float, groups: int) -> Maybe:
+    """The output of `channel_norm` by each sample's groups, by torch; None if a backend computes it."""
     weight, bias, _, act = epilogue
-    tensors, y = (x, weight, bias), None
-    if not traced() and not transformed(*tensors) and pick(*tensors) is ATEN:
-        y = by_torch.group_norm(x, weight, bias, act, eps, groups)
-    return channel_norm(x, epilogue, eps, groups)[0] if y is None else y
+    if traced() or transformed(x, weight, bias) or pick(x, weight, bias) is not ATEN:
+        return None
+    return by_torch.group_norm(x, weight, bias, act, eps, groups)
 
 
 def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
