@@ -168,7 +168,7 @@ def evaluation(
     if recorded(x, weight, bias, residual):
         if weight is None or not weight.requires_grad:
             return None  # torch would keep x, which only the weight's gradient needs
-        if running[0] is mean:
+        if vectors[2] is running[0]:
             mean, var = mean.clone(), var.clone()
     try:
         if not native.is_exact_by_variance(mean, var, eps):
