@@ -33,7 +33,7 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
 from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
 
@@ -205,7 +205,7 @@ class RecordedPass:
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
-        units = Units()
+        self._units = units = Units()
         self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
@@ -236,6 +236,8 @@ class RecordedPass:
         self._pass.close()
         self.missed = self._pass.missed()
         self.recorded.close()
+        if (unit := self._units.freed_first) is not None:
+            self.recorded.whys[_WHYS.index(reasons.SHARDED)] = reasons.sharded(*wrap_of(unit))
         self.seen = self._pass.packed()
         self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
         met = self._pass.met() if self.seen else 0
@@ -262,6 +264,7 @@ class Recorded:
     def __init__(self, saved: Callable[[], Any]) -> None:
         self._now: Callable[[], Any] | None = saved
         self._then: Any = None
+        self.whys = list(_WHYS)
 
     def close(self) -> None:
         """Remember what is held now."""
@@ -290,6 +293,6 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(_WHYS[why * by_node], of))
+            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(self.whys[why * by_node], of))
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]

@@ -137,8 +137,8 @@ class Read(NamedTuple):
 class Call:
     __slots__ = (
         "args",
-        "before",
-        "by_result",
+        "before", "by_result",
+        "flags",
         "grad_mode",
         "in_checkpoint",
         "kind",
