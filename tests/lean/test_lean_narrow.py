@@ -199,7 +199,6 @@ def test_what_took_the_place_of_its_copy_is_read_again():
     assert reasons == [[]] * 4
 
 
-@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("goal", [{"peak": 1.0}, {"budget": 1.0}], ids=str)
 def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
@@ -212,7 +211,6 @@ def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     assert saved.kept_bytes <= saved.plan.kept_bytes
 
 
-@pytest.mark.usefixtures("searched")
 def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
     """Each of both layers could be rebuilt; the logits' price brings 2 bytes a value, not 4."""
     first, head = nn.Linear(64, 512).bfloat16(), nn.Linear(512, 1024).bfloat16()

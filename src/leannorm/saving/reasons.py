@@ -103,9 +103,7 @@ VIEW = "it is a view of what is kept"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
-OTHER_FLAGS = (
-    "its operator ran under other global flags, in a mode, or on tensors that lean() does not rebuild"
-)
+OTHER_FLAGS = "its operator ran in a mode, or on tensors that lean() does not rebuild"
 CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
 OTHER_THREAD = "another thread saved it than the one that opened lean(), as torch.jit.fork has it"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
