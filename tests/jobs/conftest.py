@@ -70,8 +70,14 @@ class Desk:
 
     def run(self, *command, status=0):
         """What a command prints."""
+        program = shutil.which(command[0], path=self.environment["PATH"])
         ran = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=280
+            [program, *command[1:]],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
         )
         assert ran.returncode == status, ran.stdout + ran.stderr
         return ran.stdout
