@@ -62,7 +62,7 @@ model = nn.Sequential(
 # ## The settings
 # | you want | write |
 # |---|---|
-# | less memory, without choosing anything | `lean()` |
+# | half of the memory, for the least time | `lean()` |
 # | much less memory, for some time | `lean("conv")` |
 # | a certain share of the activations | `lean(budget=0.4)`: at most 40 % |
 # | a bound on the time | `lean(overhead=0.1)`: the least memory for a tenth of the step time |
