@@ -108,7 +108,7 @@ class BuildKernels(build_ext):
         in_place, self.inplace = self.inplace, False
         try:
             if os.environ.get("LEANNORM_BUILD_CPP", "1") == "0":
-                raise BuildError("the package was built with LEANNORM_BUILD_CPP=0")
+                raise BuildError("the package was built without them (LEANNORM_BUILD_CPP=0)")
             if sys.platform == "win32":
                 raise BuildError("the kernels are not built on Windows")
             super().run()

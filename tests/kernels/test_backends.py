@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,13 @@ def test_missing_kernels_are_reported_once_with_the_remedy(no_kernels):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nn.LayerNorm(64)(torch.randn(8, 4, 64, 64))
+
+
+def test_on_windows_no_compiler_is_recommended(no_kernels, monkeypatch):
+    monkeypatch.setattr(select, "sys", SimpleNamespace(platform="win32"))
+    with pytest.warns(UserWarning, match="There are none for Windows") as caught:
+        nn.BatchNorm2d(4)(torch.randn(8, 4, 64, 64))
+    assert "pip install" not in str(caught[0].message)
 
 
 class Called(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -118,10 +119,12 @@ def _warn_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> None:
     global _warned
     if any(t is not None and t.numel() >= _LARGE for t in tensors):
         _warned = True
+        how = "To build its own, with a C++ compiler, run `pip install --no-build-isolation .` in its source"
+        if sys.platform == "win32":
+            how = "There are none for Windows"
         warnings.warn(
             f"leannorm normalizes on the CPU with torch's kernels, which take longer than its own: "
-            f"{'; '.join(CPU.why_not())}. To build its own, with a C++ compiler, run "
-            "`pip install --no-build-isolation .` in leannorm's source",
+            f"{'; '.join(CPU.why_not())}. {how}",
             stacklevel=2,
         )
 

@@ -17,6 +17,7 @@ from leannorm.ops.modes import recorded, traced, transformed
 from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
 
 _ATEN = torch.ops.aten
+_batched = torch._C._functorch.is_legacy_batchedtensor
 _NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
 LEAST_RSTD, _MOST_RSTD = 1e-10, 1e10  # bounds of rstd: its square is far from the limits of float32
 _OF_EPS = 16.0  # times eps: a larger variance is computed from 1 / sqrt(var + eps) to some 1e-7
@@ -64,7 +65,12 @@ def serves(x: Tensor, *others: Tensor | None) -> bool:
     """Whether these are plain tensors and nothing records the computation."""
     if traced() or transformed(x, *others) or recorded(x, *others):
         return False
-    return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
+    given = [t for t in (x, *others) if t is not None]
+    if any(
+        map(_batched, given)
+    ):  # by autograd.grad(is_grads_batched=True): torch's norms have no rule for it
+        return False
+    return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in given)
 
 
 def adds_in_a_row(x: Tensor) -> bool:
