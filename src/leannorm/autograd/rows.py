@@ -37,14 +37,12 @@ def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:
 
 
 def with_scale(
-    scale: Maybe, shift: Maybe, weight: Maybe, bias: Maybe, dtype: torch.dtype
+    scale: Tensor, shift: Maybe, weight: Maybe, bias: Maybe, dtype: torch.dtype
 ) -> tuple[Maybe, Maybe]:
     """The weight and the bias with 1 + scale and shift behind them, as lines of the arithmetic's dtype.
 
     Without a weight and a bias they are scale and shift, and `weight_offset` is 1.
     """
-    if scale is None:
-        return weight, bias
     if weight is None and bias is None:
         return scale, shift
     factor = scale.to(dtype) + 1
@@ -87,11 +85,13 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
         residual, gate, scale, shift, weight, bias, valid, call = others
         backend, rows = call.backend, call.rows
-        affine = with_scale(scale, shift, weight, bias, compute_dtype(x))
-        y, total, mean, rstd = backend.row_forward(x, residual, *affine, rows, valid, gate)
+        factor, added, of_scale = weight, bias, None
+        if scale is not None:
+            of_scale = bias
+            factor, added = with_scale(scale, shift, weight, bias, compute_dtype(x))
+        y, total, mean, rstd = backend.row_forward(x, residual, factor, added, rows, valid, gate)
         kept, centre = x if residual is None else total, mean_to_keep(mean, rows.rms, backend)
         of_gate = residual if gate is not None and ctx.needs_input_grad[2] else None
-        of_scale = None if scale is None else bias
         ctx.save_for_backward(kept, centre, rstd, weight, valid, gate, of_gate, scale, of_scale)
         ctx.call = call
         if residual is None:
@@ -121,14 +121,24 @@ class RowNorm(torch.autograd.Function):
                 factor, _ = with_scale(scale, None, weight, bias, rstd.dtype)
             kept = KeptByRowNorm(x, mean, rstd, factor, valid, gate, residual)
             want_bias = needed[4] or needed[6] or (needed[3] and bias is not None)
-            wanted = want_bias or needed[3] or needed[5], want_bias
-            dx, dweight, dbias, *of_gate = backend.row_backward(dy, dtotal, kept, rows, *wanted)
+            want_affine = want_bias or needed[3] or needed[5]
+            dx, dweight, dbias, *of_gate = backend.row_backward(
+                dy, dtotal, kept, rows, want_affine, want_bias
+            )
             dresidual, dgate = of_gate or (dx, None)
-            if scale is not None and wanted[0]:
+            if scale is not None and want_affine:
                 of_scale, dshift = (scale, weight, bias, rstd.dtype), dbias
                 dscale, dweight, dbias = _of_scale(dweight, dbias, *of_scale)
-        found = dx, dresidual, dgate, dscale, dshift, dweight, dbias
-        return *(v if need else None for v, need in zip(found, needed, strict=False)), None, None
+        return (
+            dx if needed[0] else None,
+            dresidual if needed[1] else None,
+            dgate if needed[2] else None,
+            dscale if needed[3] else None,
+            dshift if needed[4] else None,
+            dweight if needed[5] else None,
+            dbias if needed[6] else None,
+            *(None, None),
+        )
 
 
 apply_row_norm = applied_directly(RowNorm)
@@ -138,16 +148,18 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
     """y and x + gate * residual (else x): `RowNorm`, or under a functorch transform its formula in plain
     torch."""
     x, residual, gate, scale, shift, weight, bias = tensors
-    in_transform = transformed(*tensors)
-    if in_transform or not recorded(*tensors):
-        backend = REFERENCE if in_transform else pick(*tensors)
-        affine = with_scale(scale, shift, weight, bias, compute_dtype(x))
-        y, total, _, _ = backend.row_forward(x, residual, *affine, rows, valid, gate)
+    given = tensors if scale is not None else (x, residual, weight, bias)
+    in_transform = transformed(*given)
+    if in_transform or not recorded(*given):
+        backend = REFERENCE if in_transform else pick(*given)
+        if scale is not None:
+            weight, bias = with_scale(scale, shift, weight, bias, compute_dtype(x))
+        y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid, gate)
         return y, total
     apply = RowNorm.apply if traced() else apply_row_norm
     alike = residual is not None and gate is None and residual.dtype is x.dtype
     wide = None if scale is not None else wide_for(weight, bias)
-    there = bias is not None, residual is not None, alike, shift is not None
-    call = RowCall(pick(*tensors), rows, wide, *there)
+    has_bias, has_residual, has_shift = bias is not None, residual is not None, shift is not None
+    call = RowCall(pick(*given), rows, wide, has_bias, has_residual, alike, has_shift)
     out = apply(*tensors, valid, call)
     return (out, x) if residual is None else out

@@ -135,7 +135,7 @@ def layer_norm(
         if y is not None:
             return y
     form = stock.RowForm(eps, dim)
-    tensors = RowTensors(input, weight=weight, bias=bias)
+    tensors = RowTensors(input, None, None, None, None, weight, bias)
     return checked_row_norm(tensors, normalized_shape, form, mask, lengths)[0]
 
 
@@ -184,7 +184,7 @@ def rms_norm(
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
     form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
-    tensors = RowTensors(input, weight=weight)
+    tensors = RowTensors(input, None, None, None, None, weight)
     return checked_row_norm(tensors, normalized_shape, form, mask, lengths)[0]
 
 
@@ -220,7 +220,7 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    tensors = RowTensors(input, residual, weight=weight, bias=bias)
+    tensors = RowTensors(input, residual, None, None, None, weight, bias)
     if has_torch_function_variadic(*tensors, mask, lengths) or type(input) is NestedTensor:
         values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
         return hand_over(add_layer_norm, values)
@@ -269,5 +269,5 @@ def add_rms_norm(
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
     form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
-    tensors = RowTensors(input, residual, weight=weight)
+    tensors = RowTensors(input, residual, None, None, None, weight)
     return checked_row_norm(tensors, normalized_shape, form, mask, lengths)

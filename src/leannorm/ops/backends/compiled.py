@@ -17,7 +17,7 @@ from torch import Tensor
 from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Maybe, Moments, Rows, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.backend import Backend
-from leannorm.ops.backends.reference_rows import has_lines, rounded_then_weighted, spread, summed_like
+from leannorm.ops.backends.reference_rows import rounded_then_weighted, spread, summed_like
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import compute_dtype
 
@@ -85,6 +85,21 @@ def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
     if lines.numel() == v.numel():
         return lines.view(v.shape)
     return summed_like(lines.view(x.shape), v, start)
+
+
+def _of_lines(
+    dweight: Tensor, dbias: Tensor, dy: Tensor, kept: KeptByRowNorm, start: int, want_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a weight and a bias from those of their lines."""
+    x, _, _, weight, *_ = kept
+    assert weight is not None
+    if want_bias and dbias.shape != dweight.shape:  # the sum over one row is dy itself
+        alike = weight.shape == dy.shape
+        # never a view of dy, which autograd would take for a tensor of its own
+        dbias = dy if alike else summed_like(dy.to(dweight.dtype, copy=True), weight, start)
+    elif want_bias:
+        dbias = _from_lines(dbias, weight, x, start)
+    return _from_lines(dweight, weight, x, start), dbias
 
 
 def _is_dy(kept: KeptByChannelNorm) -> bool:
@@ -242,7 +257,7 @@ class Compiled(Backend):
             y = rounded_then_weighted(y, weight, rows.weight_offset, rows.start, rows.stop)
             return y, total, mean, rstd
         given = x
-        if gate is not None or has_lines(weight, rows):
+        if gate is not None or (weight is not None and weight.dim() > rows.stop - rows.start):
             if x.numel() == 0 or wider(residual, x):
                 return super().row_forward(x, residual, weight, bias, rows, valid, gate)
             x = x.contiguous()
@@ -261,11 +276,12 @@ class Compiled(Backend):
     ) -> tuple[Any, ...]:
         """Computed in a dtype that represents dy, which is wider than x if a wider weight made the output
         so."""
-        x, mean, rstd, weight, valid, gate, residual, *_ = kept
+        x, mean, rstd, weight, valid, gate, residual, _, _ = kept
         start, stop, _, rms, weight_offset, _ = rows
         want_bias = want_affine and (not rms if want_bias is None else want_bias)
-        lines, of_gate, input_dtype = has_lines(weight, rows), gate, x.dtype
-        if gate is not None or lines:
+        lines = weight is not None and weight.dim() > stop - start
+        of_gate, input_dtype = gate, x.dtype
+        if lines or gate is not None:
             if x.numel() == 0 or wider(residual, x):
                 return super().row_backward(dy, dtotal, kept, rows, want_affine, want_bias)
             x = x.contiguous()
@@ -273,25 +289,18 @@ class Compiled(Backend):
         if dy.dtype is not input_dtype:
             dtype = torch.promote_types(dy.dtype, input_dtype)
             x, dtotal = x.to(dtype), None if dtotal is None else dtotal.to(dtype)
-        of_affine = rms, want_affine, want_bias, weight_offset
+        settings = start, stop, rms, want_affine, want_bias, weight_offset
         dx, dweight, dbias, dresidual, dgate = self.ops.row_backward(
-            dy, dtotal, x, mean, rstd, weight, start, stop, *of_affine, valid, of_gate, residual
+            dy, dtotal, x, mean, rstd, weight, *settings, valid, of_gate, residual
         )
         if lines and want_affine:
-            assert kept.weight is not None
-            if want_bias and dbias.shape != dweight.shape:  # the sum over one row is dy itself
-                alike = kept.weight.shape == dy.shape
-                # never a view of dy, which autograd would take for a tensor of its own
-                dbias = dy if alike else summed_like(dy.to(dweight.dtype, copy=True), kept.weight, start)
-            elif want_bias:
-                dbias = _from_lines(dbias, kept.weight, x, start)
-            dweight = _from_lines(dweight, kept.weight, x, start)
+            dweight, dbias = _of_lines(dweight, dbias, dy, kept, start, want_bias)
         if dx.dtype is not input_dtype:
             dx, dresidual = dx.to(input_dtype), None if dresidual is None else dresidual.to(input_dtype)
-        found = dx, dweight if want_affine else None, dbias if want_bias else None
+        dweight, dbias = dweight if want_affine else None, dbias if want_bias else None
         if gate is None:
-            return found
-        return *found, dresidual, None if residual is None else _from_lines(dgate, gate, x, start)
+            return dx, dweight, dbias
+        return dx, dweight, dbias, dresidual, None if dgate is None else _from_lines(dgate, gate, x, start)
 
     def move_running(self, running: Running, moments: Moments) -> None:
         """One operator if no buffer needs a gradient and the counter is int64, otherwise the plain

@@ -190,14 +190,14 @@ def row_forward(
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
     whole = row_plan(x.shape, start, stop)
-    of_gate, *affine = (_lines(v, x, whole) for v in (gate, weight, bias))
-    lines = _check_lines(x, stop, affine, of_gate, valid)
+    of_gate, of_weight, of_bias = (_lines(v, x, whole) for v in (gate, weight, bias))
+    lines = _check_lines(x, stop, (of_weight, of_bias), of_gate, valid)
     y = empty_like(x) if residual is None else None
     view = None if y is None or lines else view_of(start, stop, x, y)
     dense, plan = (x, whole) if view else _dense(x, start, stop)
     y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    inputs = dense, _like(dense, residual), of_gate, *affine
+    inputs = dense, _like(dense, residual), of_gate, of_weight, of_bias
     results = y, None if residual is None else total, mean, rstd, valid
     call = ForwardCall(*inputs, *results, plan, eps, rms, float(weight_offset), cast_before)
     run_forward(call, view or NO_VIEW)
