@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
 from leannorm.planning.loop import PLAIN
-from leannorm.saving import limit, memo, packing, reasons, small, timing, watched
+from leannorm.saving import limit, memo, packing, reasons, recorded, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -118,7 +117,7 @@ class ForwardPass:
 
     def _find_unpack(self) -> None:
         if serves():
-            self._unpack = NODES.record_unpack
+            self._unpack = recorded.LOG.record_unpack
 
     def _first_hook(self, number: int) -> Any:
         """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
@@ -352,4 +351,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, getattr(NODES, "record_unpack", unpack))
+    return top is not None and top[1] not in (unpack, recorded.LOG.record_unpack)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons, rows
+from leannorm.saving import log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
@@ -36,6 +36,9 @@ from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of
 from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
+
+LOG: Any = NODES
+"""Who records: the C++ nodes, or where they are not built the same in Python. `record_in` sets it."""
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -79,7 +82,7 @@ def _source(source: int | str | None) -> tuple[int, int]:
 def _with_flags(flags: Flags, saved: Any) -> Tensor:
     """Rebuild under the forward pass's flags."""
     with flags.set():
-        tensor: Tensor = NODES.record_unpack_now(saved)
+        tensor: Tensor = LOG.record_unpack_now(saved)
         return tensor
 
 
@@ -101,18 +104,18 @@ class _Rows:
 
     def skip(self) -> None:
         """A reader needed no rebuild."""
-        NODES.record_skip(self._saved)
+        LOG.record_skip(self._saved)
 
     def read(self, flags: Flags | None = None) -> Tensor:
         """The whole tensor."""
-        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        tensor: Tensor = LOG.record_unpack_now(self._saved)
         return tensor
 
     def source_of_rows(
         self, cast: Callable[..., Tensor], flags: Flags | None
     ) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
-        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        made: tuple[Tensor, list[torch.dtype]] = LOG.record_rows_of(self._saved)
         return made
 
 
@@ -120,15 +123,21 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
-if NODES is not None:
-    for _name, _row in OPERATORS.items():
-        _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
-        NODES.set_operator(
-            _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
+def record_in(module: Any) -> None:
+    """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
+    global LOG
+    LOG = module
+    for name, row in OPERATORS.items():
+        formula, sources = _FORMULAS.index(row.formula), list(map(_source, row.sources))
+        LOG.set_operator(
+            name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
-    NODES.set_recorded(
+    LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
+
+
+record_in(log if NODES is None else NODES)
 
 
 _SEARCHES: ContextVar[bool] = ContextVar("searches", default=False)
@@ -151,7 +160,8 @@ def serves() -> bool:
     run on one yet.
     """
     asked = os.environ.get("LEANNORM_RECORD")
-    if NODES is None or asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack():
+    own = 0 if LOG is NODES else log.own_modes()
+    if asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack() > own:
         return False
     return asked == "1" or not torch.cuda.is_initialized()
 
@@ -192,9 +202,9 @@ class RecordedPass:
         """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else Way(following, _WHYS)
+        self._way = None if following is None else Way(following, _WHYS, LOG)
         units = Units()
-        self._pass = NODES.RecordedPass(
+        self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
             _SUMS,
@@ -213,7 +223,7 @@ class RecordedPass:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
-        self.pack: Callable[[Tensor], Any] = NODES.record_pack
+        self.pack: Callable[[Tensor], Any] = LOG.record_pack
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
