@@ -150,8 +150,8 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
     x, residual, gate, scale, shift, weight, bias = tensors
     given = tensors if scale is not None else (x, residual, weight, bias)
     in_transform = transformed(*given)
+    backend = REFERENCE if in_transform else pick(*given)
     if in_transform or not recorded(*given):
-        backend = REFERENCE if in_transform else pick(*given)
         if scale is not None:
             weight, bias = with_scale(scale, shift, weight, bias, compute_dtype(x))
         y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid, gate)
@@ -160,6 +160,6 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
     alike = residual is not None and gate is None and residual.dtype is x.dtype
     wide = None if scale is not None else wide_for(weight, bias)
     has_bias, has_residual, has_shift = bias is not None, residual is not None, shift is not None
-    call = RowCall(pick(*given), rows, wide, has_bias, has_residual, alike, has_shift)
+    call = RowCall(backend, rows, wide, has_bias, has_residual, alike, has_shift)
     out = apply(*tensors, valid, call)
     return (out, x) if residual is None else out
