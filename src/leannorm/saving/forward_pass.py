@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
-from leannorm.planning.goal import Goal
+from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
 from leannorm.saving import limit, memo, packing, reasons, recorded, small, timing, watched
 from leannorm.saving.aside import PassHooks
@@ -46,12 +46,13 @@ class Settings(NamedTuple):
     @property
     def may_be_small(self) -> bool:
         """May a small pass be left as it is? Not if a setting asks for something else."""
-        return self.goal is None and self.hooks is None and not (self.verify or self.head)
+        plain = self.goal in (None, HALF)
+        return plain and self.hooks is None and not (self.verify or self.head)
 
     @property
     def may_be_watched(self) -> bool:
         """Was time asked for that a step, as it is, may take?"""
-        return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
+        return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)
 
 
 class ForwardPass:
@@ -143,7 +144,9 @@ class ForwardPass:
         if from_here and self._is_plain:
             self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
-            self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+            self._recorded = RecordedPass(
+                policy, self._following, hooks, layers, self._limit, within_call=from_here
+            )
             self.ledger.add(self._recorded.recorded)
             return self._recorded.pack
         around, following = self._frames_around, self._following
@@ -289,7 +292,7 @@ class ForwardPass:
         kept, stock = self.ledger.kept(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
-        return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
+        return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
     def tells_why(self, plan: RebuildPlan | None) -> bool:
         """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for, nor
