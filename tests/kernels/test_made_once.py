@@ -44,8 +44,8 @@ CALLS = {
     "row_forward, rms": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 1.0))[:2],
     "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 0.0, True))[:2],
     "row_forward, lines": lambda b: b.row_forward(X, R, S, S, LINES, None, S)[:2],
-    "gated_forward": lambda b: b.gated_forward(X, R, W, Gating(3, 1e-5, "silu", False))[:1],
-    "gated_forward, before": lambda b: b.gated_forward(X, R, W, Gating(3, 1e-5, "silu", True, True))[:1],
+    "gated_forward": lambda b: b.row_gated_forward(X, R, W, Gating(3, 1e-5, "silu", False))[:1],
+    "gated_forward, before": lambda b: b.row_gated_forward(X, R, W, Gating(3, 1e-5, "silu", True, True))[:1],
 }
 OF_REFERENCE = [pytest.param(REFERENCE, call, id=f"reference: {name}") for name, call in CALLS.items()]
 OF_SHOWN = [

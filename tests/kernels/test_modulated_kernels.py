@@ -72,8 +72,8 @@ def gated(backend, shape, dtype, act, before, cast):
     x, gate, dy = (torch.randn(shape).to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1]).to(dtype)
     gating = Gating(2, 1e-5, act, before, cast)
-    y, rstd = backend.gated_forward(x, gate, weight, gating)
-    return y, rstd, *backend.gated_backward(dy, KeptByGatedNorm(x, gate, rstd, weight), gating)
+    y, rstd = backend.row_gated_forward(x, gate, weight, gating)
+    return y, rstd, *backend.row_gated_backward(dy, KeptByGatedNorm(x, gate, rstd, weight), gating)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -143,12 +143,12 @@ def test_activations_at_the_edges(act):
     gate = torch.tensor([[*EDGES, *(-e for e in EDGES), float("nan"), float("nan"), 1.0, -1.0]])
     ones = torch.ones_like(gate)
     gating = Gating(1, 0.0, act, True)
-    got, _ = CPU.gated_forward(ones, gate, None, gating)
+    got, _ = CPU.row_gated_forward(ones, gate, None, gating)
     want = ACTIVATIONS[act].forward(gate.double())
     torch.testing.assert_close(got.double(), want, rtol=4e-7, atol=1e-6, equal_nan=True)
-    _, dgate, _ = CPU.gated_backward(ones, KeptByGatedNorm(ones, gate, ones[:, 0]), gating, False)
+    _, dgate, _ = CPU.row_gated_backward(ones, KeptByGatedNorm(ones, gate, ones[:, 0]), gating, False)
     kept = KeptByGatedNorm(*(t.double() for t in (ones, gate, ones[:, :1])))
-    _, slope, _ = REFERENCE.gated_backward(ones.double(), kept, gating, False)
+    _, slope, _ = REFERENCE.row_gated_backward(ones.double(), kept, gating, False)
     there = ~(gate.abs() >= 1e30)  # where some derivatives are inf * 0
     torch.testing.assert_close(dgate[there].double(), slope[there], rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -165,8 +165,8 @@ def test_values_whose_squares_are_no_float32(size, rms):
     gate = torch.ones(4, 100)
     for before in (True, False):
         gating = Gating(1, 0.0, "identity", before)
-        y, _ = CPU.gated_forward(x, gate, None, gating)
-        want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, gating)
+        y, _ = CPU.row_gated_forward(x, gate, None, gating)
+        want, _ = REFERENCE.row_gated_forward(x.double(), gate.double(), None, gating)
         torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -183,10 +183,10 @@ def test_large_tensors_are_written_past_the_caches(monkeypatch):
     some = CPU.row_backward(dy[:99], None, KeptByRowNorm(x[:99], *part[2:], scale[:99]), rows)
     for a, b in zip(back, some, strict=True):
         assert torch.equal(a[:99], b)
-    y, rstd = CPU.gated_forward(x, gate, None, gating)
-    assert torch.equal(y[:99], CPU.gated_forward(x[:99], gate[:99], None, gating)[0])
-    dx, dgate, _ = CPU.gated_backward(dy, KeptByGatedNorm(x, gate, rstd), gating)
-    dx_, dgate_, _ = CPU.gated_backward(dy[:99], KeptByGatedNorm(x[:99], gate[:99], rstd[:99]), gating)
+    y, rstd = CPU.row_gated_forward(x, gate, None, gating)
+    assert torch.equal(y[:99], CPU.row_gated_forward(x[:99], gate[:99], None, gating)[0])
+    dx, dgate, _ = CPU.row_gated_backward(dy, KeptByGatedNorm(x, gate, rstd), gating)
+    dx_, dgate_, _ = CPU.row_gated_backward(dy[:99], KeptByGatedNorm(x[:99], gate[:99], rstd[:99]), gating)
     assert torch.equal(dx[:99], dx_)
     assert torch.equal(dgate[:99], dgate_)
 
@@ -195,12 +195,12 @@ def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(2, 30, 100)[..., :64], torch.randn(2, 30, 200)[..., 64:128]
     gating = Gating(2, 1e-5, "silu", True)
     with torch.profiler.profile() as profile:
-        y, rstd = CPU.gated_forward(x, gate, None, gating)
-        found = CPU.gated_backward(x, KeptByGatedNorm(x, gate, rstd), gating)
+        y, rstd = CPU.row_gated_forward(x, gate, None, gating)
+        found = CPU.row_gated_backward(x, KeptByGatedNorm(x, gate, rstd), gating)
     assert not {"aten::copy_", "aten::clone"} & {event.key for event in profile.key_averages()}
     dense, opened = x.contiguous(), gate.contiguous()
-    want = CPU.gated_backward(dense, KeptByGatedNorm(dense, opened, rstd), gating)
-    assert torch.equal(y, CPU.gated_forward(dense, opened, None, gating)[0])
+    want = CPU.row_gated_backward(dense, KeptByGatedNorm(dense, opened, rstd), gating)
+    assert torch.equal(y, CPU.row_gated_forward(dense, opened, None, gating)[0])
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b)
 

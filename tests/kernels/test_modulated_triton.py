@@ -139,15 +139,15 @@ def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(30, 96)[:, :64], torch.randn(30, 208)[:, 64:128]
     gating = Gating(1, 1e-5, "silu", True)
     with torch.profiler.profile() as profile:
-        y, rstd = TRITON.gated_forward(x, gate, torch.ones(64), gating)
-        found = TRITON.gated_backward(x, KeptByGatedNorm(x, gate, rstd, torch.ones(64)), gating)
+        y, rstd = TRITON.row_gated_forward(x, gate, torch.ones(64), gating)
+        found = TRITON.row_gated_backward(x, KeptByGatedNorm(x, gate, rstd, torch.ones(64)), gating)
     assert not {"aten::clone", "aten::contiguous"} & {event.key for event in profile.key_averages()}
     odd = torch.randn(30, 99)[:, 3:67]  # a step that loads cannot take
     for given in ((x, gate), (odd, gate)):
-        y, rstd = TRITON.gated_forward(*given, None, gating)
-        found = TRITON.gated_backward(odd, KeptByGatedNorm(*given, rstd), gating)
-        want_y, want_rstd = REFERENCE.gated_forward(*given, None, gating)
-        want = REFERENCE.gated_backward(odd, KeptByGatedNorm(*given, want_rstd), gating)
+        y, rstd = TRITON.row_gated_forward(*given, None, gating)
+        found = TRITON.row_gated_backward(odd, KeptByGatedNorm(*given, rstd), gating)
+        want_y, want_rstd = REFERENCE.row_gated_forward(*given, None, gating)
+        want = REFERENCE.row_gated_backward(odd, KeptByGatedNorm(*given, want_rstd), gating)
         for a, b in zip((y, *found), (want_y, *want), strict=True):
             close(a, b, F32)
 
@@ -165,8 +165,8 @@ def test_values_whose_squares_are_no_float32(size, rms):
         gate = torch.ones(2, n)
         for before in (True, False):
             gating = Gating(1, 0.0, "identity", before)
-            y, _ = TRITON.gated_forward(x, gate, None, gating)
-            want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, gating)
+            y, _ = TRITON.row_gated_forward(x, gate, None, gating)
+            want, _ = REFERENCE.row_gated_forward(x.double(), gate.double(), None, gating)
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 

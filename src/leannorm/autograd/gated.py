@@ -22,7 +22,7 @@ class GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating) -> Tensor:
         ctx.backend = pick(x, gate, weight)
-        y, rstd = ctx.backend.gated_forward(x, gate, weight, gating)
+        y, rstd = ctx.backend.row_gated_forward(x, gate, weight, gating)
         ctx.save_for_backward(*KeptByGatedNorm(x, gate, rstd, weight))
         ctx.gating = gating
         return y  # type: ignore[no-any-return]
@@ -32,10 +32,10 @@ class GatedNorm(torch.autograd.Function):
         kept, gating, backend = KeptByGatedNorm(*ctx.saved_tensors), ctx.gating, ctx.backend
         if twice_differentiable():
             backend = REFERENCE
-            _, rstd = REFERENCE.gated_forward(kept.x, kept.gate, None, gating._replace(cast_before=False))
+            _, rstd = REFERENCE.row_gated_forward(kept.x, kept.gate, None, gating._replace(cast_before=False))
             kept = kept._replace(rstd=rstd)
         needed = ctx.needs_input_grad
-        found = backend.gated_backward(dy, kept, gating, needed[2])
+        found = backend.row_gated_backward(dy, kept, gating, needed[2])
         return *(v if need else None for v, need in zip(found, needed, strict=False)), None
 
 
@@ -47,6 +47,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating) -
     in_transform = transformed(x, gate, weight)
     if in_transform or not recorded(x, gate, weight):
         backend = REFERENCE if in_transform else pick(x, gate, weight)
-        return backend.gated_forward(x, gate, weight, gating)[0]
+        return backend.row_gated_forward(x, gate, weight, gating)[0]
     apply = GatedNorm.apply if traced() else _apply
     return apply(x, gate, weight, gating)  # type: ignore[no-any-return]

@@ -18,21 +18,23 @@ from leannorm.ops.precision import compute_dtype
 class CompiledGated(Compiled):
     """Kernels for a gate of the input's shape."""
 
-    def gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating) -> tuple[Tensor, Tensor]:
+    def row_gated_forward(
+        self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating
+    ) -> tuple[Tensor, Tensor]:
         start, *settings = gating
         if x.numel() == 0 or wider(gate, x) or (gating.cast_before and wider(weight, x)):
-            return super().gated_forward(x, gate, weight, gating)
+            return super().row_gated_forward(x, gate, weight, gating)
         both = [apart(t, start, x.dtype) for t in (x, gate)]
         y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *settings)
         return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
 
-    def gated_backward(
+    def row_gated_backward(
         self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         x, gate, rstd, weight = kept
         start, _, act, norm_before_gate, _ = gating
         if x.numel() == 0 or wider(dy, x) or wider(gate, x):
-            return super().gated_backward(dy, kept, gating, want_affine)
+            return super().row_gated_backward(dy, kept, gating, want_affine)
         three = [apart(t, start, x.dtype) for t in (dy, x, gate)]
         others = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
         dx, dgate, dweight = self.ops.row_gated_backward(*three, *others)

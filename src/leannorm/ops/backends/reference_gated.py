@@ -14,7 +14,9 @@ from leannorm.ops.precision import compute_dtype, in_dtype
 class GatedVerbs(RowVerbs):
     """The axes from `start` to the last are normalized."""
 
-    def gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating) -> tuple[Tensor, Tensor]:
+    def row_gated_forward(
+        self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating
+    ) -> tuple[Tensor, Tensor]:
         """rms_norm(x) * act(gate) or rms_norm(x * act(gate)), and rstd."""
         start, dtype, first = gating.start, compute_dtype(x), gating.norm_before_gate
         rows = Rows(start, x.dim(), gating.eps, True)
@@ -29,7 +31,7 @@ class GatedVerbs(RowVerbs):
             y = y * opened
         return (y if gating.cast_before and not first else in_dtype(y, x.dtype)), rstd
 
-    def gated_backward(
+    def row_gated_backward(
         self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """dx, dgate, dweight (compute dtype)."""

@@ -149,7 +149,7 @@ def _with_scale(kept: Any, call: Any, value_of: ValueOf) -> Step | None:
 def _gated_forward(
     x: Tensor, gate: Tensor, weight: Tensor | None, backend: Backend, gating: Gating
 ) -> Tensor:
-    return backend.gated_forward(x, gate, weight, gating)[0]
+    return backend.row_gated_forward(x, gate, weight, gating)[0]
 
 
 @recipe(kind_of_function(GatedNorm))
