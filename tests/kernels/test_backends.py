@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leannorm import nn, use_backend
 from leannorm.ops import schema, select
 from leannorm.ops.backends import BACKENDS, CPU, REFERENCE, Backend, cpu
-from leannorm.ops.backends.compiled import Compiled
+from leannorm.ops.backends.compiled_gated import CompiledGated
 from leannorm.ops.select import pick
 
 EACH = pytest.mark.parametrize("backend", BACKENDS.values(), ids=list(BACKENDS))
@@ -39,7 +39,7 @@ def test_reasons_are_a_list_of_sentences(backend):
 def test_a_verb_that_has_an_operator_is_not_the_references(operator):
     """What a compiled backend does not replace it inherits, and a backend named never falls back."""
     verb = operator.removesuffix("_").removesuffix("_tracked")
-    assert getattr(Compiled, verb) is not getattr(Backend, verb)
+    assert getattr(CompiledGated, verb) is not getattr(Backend, verb)
     assert getattr(type(REFERENCE), verb) is getattr(Backend, verb)
 
 

@@ -323,7 +323,8 @@ def row_norm(
     rows = Rows(start, stop, eps, rms)
     try:
         if _recorded(x, weight, bias):
-            y = apply_row_norm(x, None, weight, bias, None, RowCall(backend, rows, None, bias is not None))
+            call = RowCall(backend, rows, None, bias is not None)
+            y = apply_row_norm(x, None, None, None, None, weight, bias, None, call)
             return y
         return backend.row_forward(x, None, weight, bias, rows)[0]
     except RefusedError:
@@ -355,9 +356,9 @@ def _backward_of_node(
     need_x, need_weight, need_bias = needed
     ctx = SimpleNamespace(call=_call(name, saved_call))
     if name == "RowNormBackward":
-        ctx.saved_tensors = x, mean, rstd, weight, None
-        ctx.needs_input_grad = need_x, False, need_weight, need_bias, False, False
-        dx, _, dweight, dbias, *_ = RowNorm.backward(ctx, dy)
+        ctx.saved_tensors = x, mean, rstd, weight, *(None,) * 5
+        ctx.needs_input_grad = need_x, *(False,) * 4, need_weight, need_bias, False, False
+        dx, *_, dweight, dbias, _, _ = RowNorm.backward(ctx, dy)
         return dx, dweight, dbias
     ctx.saved_tensors = x, mean, rstd, weight, bias, None, out, None, None
     ctx.needs_input_grad = need_x, need_weight, need_bias, False, False

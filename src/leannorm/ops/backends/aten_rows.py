@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from leannorm._types import KeptByRowNorm, Maybe, Rows
 from leannorm.ops.backends import native
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.reference import _SLICE
-from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
+from leannorm.ops.backends.reference_rows import has_lines, rounded_then_weighted, shifted_weight
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics_dtype
 
@@ -21,14 +22,22 @@ class AtenRows(Backend):
 
     @torch.no_grad()
     def row_forward(
-        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
+        self,
+        x: Tensor,
+        residual: Maybe,
+        weight: Maybe,
+        bias: Maybe,
+        rows: Rows,
+        valid: Maybe = None,
+        gate: Maybe = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = x, residual, weight, bias, valid
+        given = x, residual, weight, bias, valid, gate
         size = _row_size(x, rows)
         # a cast between the norm and the weight, which torch does not have
         between = rows.cast_before and not rows.rms
-        if not size or valid is not None or between or not native.serves(*given):
-            return super().row_forward(*given[:4], rows, valid)
+        more = valid is not None or gate is not None or has_lines(weight, rows)
+        if not size or more or between or not native.serves(*given):
+            return super().row_forward(*given[:4], rows, valid, gate)
         total = x if residual is None else x + residual.to(x.dtype)
         if rows.rms:
             return self._rms_forward(total, weight, bias, rows, size)
@@ -78,12 +87,19 @@ class AtenRows(Backend):
 
     @torch.no_grad()
     def row_backward(
-        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, mean, rstd, weight, valid = kept
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        kept: KeptByRowNorm,
+        rows: Rows,
+        want_affine: bool = True,
+        want_bias: bool | None = None,
+    ) -> tuple[Any, ...]:
+        x, mean, rstd, weight, valid, gate, *_ = kept
         size = _row_size(x, rows)
-        if not size or valid is not None or not native.serves(x, mean, rstd, weight, dy, dtotal):
-            return super().row_backward(dy, dtotal, kept, rows, want_affine)
+        more = valid is not None or gate is not None or has_lines(weight, rows) or (want_bias and rows.rms)
+        if not size or more or not native.serves(x, mean, rstd, weight, dy, dtotal):
+            return super().row_backward(dy, dtotal, kept, rows, want_affine, want_bias)
         if rows.rms and x.numel() <= _SLICE:
             dx, dweight = _rms_norm_backward(dy, dtotal, kept, rows, want_affine)
             return dx, None if dweight is None else dweight.to(row_gradient_dtype(x, weight)), None
@@ -146,7 +162,7 @@ def _rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool
 ) -> tuple[Tensor, Tensor | None]:
     """dx and dweight by the reference's formula, in few tensors."""
-    x, _, rstd, weight, _ = kept
+    x, _, rstd, weight, *_ = kept
     dims, dtype, dweight = [*range(rows.start, x.dim())], rstd.dtype, None
     xhat, g = x.to(dtype) * rstd, dy.to(dtype)
     product = g * xhat
@@ -162,7 +178,7 @@ def _rms_norm_backward(
 def _layer_norm_backward(
     dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    x, mean, rstd, weight, _ = kept
+    x, mean, rstd, weight, *_ = kept
     shape, dtype = x.shape[rows.start :], compute_dtype(x)
     gamma = torch.ones(shape, dtype=dtype)
     gamma = gamma if weight is None else shifted_weight(weight, rows.weight_offset, dtype)
