@@ -144,9 +144,9 @@ class ForwardPass:
         if from_here and self._is_plain:
             self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
-            self._recorded = RecordedPass(
-                policy, self._following, hooks, layers, self._limit, within_call=from_here
-            )
+            self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+            if from_here:
+                self._recorded.begins_within_a_call()
             self.ledger.add(self._recorded.recorded)
             return self._recorded.pack
         around, following = self._frames_around, self._following

@@ -198,10 +198,8 @@ class RecordedPass:
         hooks: Hooks | None,
         layers: Layers | None,
         limit: Limit | None,
-        within_call: bool = False,
     ) -> None:
-        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named.
-        `within_call`: an operator that runs has asked for the pass."""
+        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
@@ -221,13 +219,16 @@ class RecordedPass:
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
         )
-        if within_call and LOG is log:  # C++ tells by itself which calls are parts of others
-            self._pass.begins_within_a_call()
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
+
+    def begins_within_a_call(self) -> None:
+        """An operator that runs has asked for the pass. C++ tells by itself what is a part of it."""
+        if isinstance(self._pass, log.RecordedPass):
+            self._pass.begins_within_a_call()
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
