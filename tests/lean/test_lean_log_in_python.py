@@ -252,6 +252,7 @@ def test_compiled_functions_run_compiled():
     assert torch.equal(torch.autograd.grad(y, x)[0], stock)
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. other saved-tensor hooks")
 def test_hooks_of_others_within_win():
     x = torch.randn(64, 64, requires_grad=True)
     with lean("conv") as saved:
