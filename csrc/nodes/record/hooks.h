@@ -121,7 +121,7 @@ inline void hand_over(Log& log) {
     Value& x = log.values[v];
     if (x.refs == 0 || x.state != Value::kHeld) continue;
     if (!x.sample.taken) x.sample = Sample::of(given);
-    const Below below;
+    const Below below(x.made.fake);
     x.held = at::empty({0}, given.options()), x.elsewhere = of_python(std::move(made));
   }
 }

@@ -27,20 +27,13 @@ struct Code;  // encode.h
 struct Other;  // others.h
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
 // Where it is not at hand: why that is so, and the operator to which that applies.
 struct Cause {
   Why why = Why::kNone;
   const std::string* of = nullptr;
 };
 
-// Objects of Python's, which let go of with its lock.
-template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
-  return {new Objects(std::move(objects)), [](Objects* made) {
-            const py::gil_scoped_acquire gil;
-            delete made;
-          }};
-}
 struct Elsewhere {
   py::object bring;  // bring() returns what the user's hooks have held
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of what they got
@@ -108,6 +101,7 @@ struct Call {
   c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
   int outer = -1;                     // the call on a subclass that it is a part of
   bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
+  bool of_mode = false;               // or a mode of the program's is on, whose calls are
   uint64_t kind = 0;                  // of its trials, once it was asked for
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
@@ -237,6 +231,7 @@ struct Log {
     Value& x = values[memory.current];
     const uint32_t now = x.counter.current_version();
     if (now == x.version || memory.writer >= 0) return memory.current;
+    if (is_in_mode(number, x)) return x.version = now, memory.current;
     // The counter has moved, and no operator has written. A function that says that it worked in place (mark_dirty)
     // moves it once more behind its own operators; else somebody has written past the dispatcher.
     if (is_marked(x)) {
@@ -246,6 +241,14 @@ struct Log {
     x.lost = true;
     const int fresh = new_value(number, t, -1);
     return memories[number].current = fresh;
+  }
+  // Has a mode's call written it within one that is open? Autograd counts the write when the mode has returned.
+  bool is_in_mode(int memory, const Value& x) const {
+    if (x.call < 0 || x.counter.current_version() != x.version + 1) return false;
+    return std::any_of(open.begin(), open.end(), [&](int one) {
+      const Call& call = calls[one];
+      return call.of_mode && one < x.call && std::find(call.writing.begin(), call.writing.end(), memory) != call.writing.end();
+    });
   }
   bool is_marked(const Value& x) const {
     const bool in_function = x.call >= 0 && calls[x.call].before >= 0 && !calls[x.call].grad_mode;
@@ -281,6 +284,7 @@ struct Log {
     for (const auto& one : asked) one->met |= what;
   }
   bool is_in_subclass() const { return !open.empty() && calls[open.back()].of_subclass; }
+  bool is_in_call_of_calls() const { return !open.empty() && (calls[open.back()].of_subclass || calls[open.back()].of_mode); }
   bool is_there(int v) const {
     const Memory& memory = memories[values[v].memory];
     return memory.current == v && memory.writer < 0;

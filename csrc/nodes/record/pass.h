@@ -193,6 +193,7 @@ inline void add_record(py::module_ module) {
                                 py::object shared, py::object compare) {
     python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
   });
+  module.def("set_fakes", [](const py::type& type, py::object make) { fakes() = {reinterpret_cast<PyTypeObject*>(type.ptr()), std::move(make)}; });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

@@ -94,7 +94,12 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded, reshapes |= tag == at::Tag::inplace_view;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) || shows) made->kind = Kind::kSkip;
   else made->kind = seeded || made->sends ? Kind::kOnce : Kind::kCheap;
-  if (const auto row = table().find(name.name); row != table().end()) {
+  const auto row = table().find(name.name);
+  const auto gated_by = [&] { return static_cast<size_t>(row->second.gate); };
+  const auto is_of_overload = [&] {  // not where another overload has other arguments
+    return row->second.gate < 0 || (gated_by() < schema.arguments().size() && schema.arguments()[gated_by()].type()->kind() == c10::TypeKind::BoolType);
+  };
+  if (row != table().end() && is_of_overload()) {
     const Row& of = row->second;
     made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills;
     made->writes.append(of.writes.begin(), of.writes.end());

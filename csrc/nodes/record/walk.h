@@ -1,6 +1,7 @@
 // What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
 #pragma once
 
+#include "encode_unseen.h"
 #include "price.h"
 #include "replay.h"
 #include "trust.h"
@@ -79,7 +80,7 @@ class Walk {
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be held
       return taken.push_back(v), true;
     }
-    const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
+    const auto source = x.storage_bytes > may_hold_ ? coding::source_of_cast(log_, x) : std::nullopt;
     const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
     if (bytes > may_hold_) return false;
     may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
@@ -95,14 +96,6 @@ class Walk {
       if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
     may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
     return taken.push_back(in), true;
-  }
-  // The dtype that a widening cast was made of.
-  std::optional<at::ScalarType> source_of(int v) const {
-    const Value& x = log_.values[v];
-    const Call& call = log_.calls[x.call];
-    if (call.rule->name != "aten::_to_copy" || call.reads.size() != 1) return {};
-    const at::ScalarType from = log_.geometry_of(call.reads[0]).dtype;
-    return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
   }
   // Are the results held from which the first one follows faster?
   bool by_result(const Call& call, int v) const {
@@ -126,7 +119,7 @@ class Walk {
     if (depth == 0) return says(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
     if (call.sends || call.rule->sends) return says(Why::kCollective, v);
-    if (!call.usable) return says(Why::kFlags, v);
+    if (!call.usable) return says(call.of_mode ? Why::kMode : Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;
@@ -172,10 +165,10 @@ inline bool encode(Log& log, int v) {
   if (!may_be_coded(x, x.held)) return false;
   const Sample sample = Sample::of(x.held);
   if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
-  const Below below;
+  const Below below(x.made.fake);
   std::optional<Coded> made;
   try {
-    made = coded(x.held);
+    made = x.made.is_on_host() ? coded(x.held) : coded_unseen(log, x);
   } catch (const std::exception&) {  // out of memory: it is kept as it is
   }
   if (!made) return false;
@@ -191,7 +184,7 @@ inline void wait_for(Log& log, int v) {
 
 // A copy of a concatenation's argument, out of its result.
 inline Tensor part_of(const Log& log, const Value& whole, int part) {
-  const Below below;
+  const Below below(whole.made.fake);
   const Call& call = log.calls[whole.call];
   const Geometry& made = log.values[part].made;
   const Tensor all = shown(whole.held, whole.made), copy = at::empty_strided(made.sizes, made.strides, all.options());
@@ -257,7 +250,7 @@ inline void release(Log& log, int v) {
 
 // Of a device's tensor all are compared, for which the host waits: only trials ask.
 inline bool has_several_values(const Tensor& t) {
-  if (!t.defined() || t.numel() == 0 || t.device().is_cpu()) return t.defined() && Sample::of(t).tells;
+  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).tells;
   const Below below;
   const Tensor row = t.reshape({-1});
   return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
@@ -289,7 +282,7 @@ inline bool has_its_bits(Log& log, int v) {
     if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
-  if (untried.empty()) return true;
+  if (untried.empty() || log.values[v].made.fake) return true;  // a fake tensor has what a real one's trial would find
   const Tensor was = std::exchange(log.values[v].held, {});
   bool same = false, of_numbers = true;
   std::map<int, Tensor> scratch;

@@ -78,7 +78,14 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_rows("fused", "add sub add_ sub_", adds=True),
     **_rows("fused", "copy_ fill_ zero_", fills=True),
-    **_rows("pass", "native_batch_norm", writes=(3, 4), gate=5, instead=SCALE_AND_SHIFT),
+    **_rows(
+        "pass",
+        "native_batch_norm _native_batch_norm_legit",
+        writes=(3, 4),
+        gate=5,
+        instead=SCALE_AND_SHIFT,
+    ),
+    **_rows("pass", "cudnn_batch_norm miopen_batch_norm", writes=(3, 4), gate=5),
     **_rows(
         "pass",
         "_low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",

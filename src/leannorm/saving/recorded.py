@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -59,6 +59,9 @@ _WHYS = (
     reasons.SHARDED,
     reasons.CHECKPOINTED,
     reasons.KEPT,
+    reasons.MODE,
+    reasons.UNTRIED,
+    reasons.TIMED,
 )
 # bits of `Met` in log.h
 _MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
@@ -145,15 +148,21 @@ def searching() -> Iterator[None]:
 
 
 def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on CPU tensors.
+    """Is a pass in this thread recorded? `LEANNORM_RECORD=0` searches autograd's nodes instead."""
+    return NODES is not None and os.environ.get("LEANNORM_RECORD") != "0" and not _SEARCHES.get()
 
-    `LEANNORM_RECORD` is "0" to search autograd's nodes instead, or "1" to record on GPUs, too, which has not
-    run on one yet.
-    """
-    asked = os.environ.get("LEANNORM_RECORD")
-    if NODES is None or asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack():
-        return False
-    return asked == "1" or not torch.cuda.is_initialized()
+
+def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
+    """A fake tensor over the storage of one on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, torch.device(device))
+
+
+@lru_cache
+def _know_fakes() -> None:
+    """Fake tensors are recorded from now on."""
+    NODES.set_fakes(sys.modules["torch._subclasses.fake_tensor"].FakeTensor, _fake)
 
 
 @left_to_python
@@ -194,6 +203,8 @@ class RecordedPass:
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS)
         units = Units()
+        if "torch._subclasses.fake_tensor" in sys.modules:
+            _know_fakes()
         self._pass = NODES.RecordedPass(
             policy.products,
             policy.everything,
