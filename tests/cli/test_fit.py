@@ -54,7 +54,7 @@ MODELS = {
 
 
 @pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("batch", [8, 24])
+@pytest.mark.parametrize("batch", [16, 24])  # of less oneDNN takes less in one thread
 @pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)
 def test_fake_steps_need_what_real_ones_do(make, sample, batch):
     mode = FakeTensorMode()
@@ -75,7 +75,10 @@ def test_fake_steps_need_what_real_ones_do(make, sample, batch):
         real.zero_grad()
         with untouched(pretended, fakes(mode)):
             found = fake_step(pretended, mode, of_fake, inputs_of(x))
-        print(setting.name, found.peak/measured.peak, found.held/measured.held)
+        assert found.held == measured.held, setting.name
+        # where the gradients of q, k and v are added up: in place, but for fake tensors
+        inexact = make is narrow_transformer and setting.name == "conv"
+        assert found.peak == pytest.approx(measured.peak, rel=0.07 if inexact else 0.002), setting.name
 
 
 def test_lean_fits_more_and_what_is_found_is_the_largest():
