@@ -17,8 +17,12 @@ inline const Call* maker_of(const Log& log, const Value& x, const char* name) {
 
 // Dropout's mask on a CPU: zeros and ones, divided by a number.
 inline bool is_dropped(const Log& log, const Value& x) {
-  const Call* const divides = maker_of(log, x, "aten::div_");
-  return divides != nullptr && divides->before >= 0 && maker_of(log, log.values[divides->before], "aten::bernoulli_") != nullptr;
+  if (maker_of(log, x, "aten::div_") == nullptr) return false;
+  for (int call = x.call - 1; call >= std::max(x.call - 4, 0); --call) {
+    const Call& before = log.calls[call];
+    if (before.rule != nullptr && before.rule->name == "aten::bernoulli_") return std::find(before.writing.begin(), before.writing.end(), x.memory) != before.writing.end();
+  }
+  return false;
 }
 
 // The dtype that a widening cast was made of.

@@ -162,7 +162,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (movable) log.to_move.push_back(v);
-  if (!leaf && log.limit) return log.limit->saved(log, x.storage_bytes);
+  if (!leaf && log.limit && !is_on_device(x.made)) return log.limit->saved(log, x.storage_bytes);
+  if (log.limit && is_on_device(x.made)) log.meets(kBeyondLimit);
   const bool waits = !log.open.empty() && x.call == log.open.back();
   if (waits && !leaf && drops) log.calls[x.call].waiting.push_back(v);
   else if (!leaf && drops) decide(log, v);
@@ -253,6 +254,7 @@ inline Tensor rebuilt(SavedObject& s) {
   if (x.shown.defined()) t = x.shown;
   else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
   else {
+    if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
     t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
     TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"

@@ -3,6 +3,7 @@
 // also one through .data, under no_grad or into a view, is a call that makes the next version.
 #pragma once
 
+#include "device.h"
 #include "rules.h"
 #include "shown.h"
 
@@ -46,7 +47,7 @@ struct Asked {
   py::object flags, layer, hold, owns, other;
   int met = 0;
 };
-enum Met : int { kCompiled = 1, kOthersHooks = 2 };  // compiled code, hooks of others
+enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4 };  // compiled code, hooks of others, memory that a limit does not count
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -61,6 +62,7 @@ struct Value {
   std::shared_ptr<Elsewhere> elsewhere;
   Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
   Tensor rebuilt;
+  std::optional<c10::Stream> on, rebuilt_on;  // the streams on which it was made, and made again
   Sample sample;
   State state = kFree;
   Why why = Why::kNone;
@@ -115,7 +117,7 @@ struct Memory {
   uint32_t version = 0;
 };
 
-// The global flags that bits of kernels for CPUs depend on (saving/flags.py has them all).
+// The global flags that bits of kernels depend on, in one number (saving/flags.py has and sets them).
 inline uint64_t flags_now() {
   const auto& context = at::globalContext();
   uint64_t bits = at::get_num_threads();
@@ -126,6 +128,17 @@ inline uint64_t flags_now() {
   for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
     bits = bits * 16 + static_cast<uint64_t>(at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op));
 #endif
+  for (const bool flag : {context.userEnabledCuDNN(), context.deterministicCuDNN()}) bits = bits * 2 + flag;
+  if (context.hasCUDA()) {
+    bits = bits * 16 + static_cast<uint64_t>(context.allowFP16ReductionCuBLAS()) * 4 + static_cast<uint64_t>(context.allowBF16ReductionCuBLAS());
+    bits = bits * 2 + context.allowFP16AccumulationCuBLAS();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+    for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
+      bits = bits * 16 + static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, op));
+#else
+    bits = bits * 4 + context.allowTF32CuBLAS() * 2 + context.allowTF32CuDNN();
+#endif
+  }
   volatile double tiny = 4.9406564584124654e-324;  // 0 where this thread flushes denormal numbers
   return bits * 2 + (tiny == 0.0);
 }
@@ -165,6 +178,7 @@ struct Log {
   std::shared_ptr<Asked> first;  // pass, whose flags are the log's
   std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
   std::vector<int> to_move;  // values that may be held elsewhere
+  std::vector<int> to_copy;  // of a device, small, and there before the pass
   bool gathers = false;      // do weights come and go?
   bool subclasses = false;   // may there be any, such as DTensors?
   uint64_t flags = flags_now(), stamp = 0;
@@ -209,6 +223,7 @@ struct Log {
     made.memory = memory, made.call = call, made.made = Geometry::of(t);
     made.storage_bytes = static_cast<int64_t>(t.storage().nbytes());
     made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
+    made.on = stream_of(made.made);
     values.push_back(std::move(made));
     return static_cast<int>(values.size()) - 1;
   }
@@ -270,7 +285,7 @@ struct Log {
     const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
     Value made;
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
-    made.storage_bytes = values[before].storage_bytes;
+    made.storage_bytes = values[before].storage_bytes, made.on = stream_of(made.made);
     made.counter = memory.counter, made.version = memory.counter.current_version();
     values.push_back(std::move(made));
     memory.current = static_cast<int>(values.size()) - 1;
@@ -297,7 +312,7 @@ struct Log {
   }
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
-    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear();
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
     largest = 0;

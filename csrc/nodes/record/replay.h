@@ -106,8 +106,8 @@ class Replay {
   // The value as it was made, or an alias of its memory.
   Tensor value(int v) {
     Value& x = log_.values[v];
-    if (x.held.defined() && !x.code && (x.copied || !x.elsewhere)) return checked(x, x.held);
-    if (x.rebuilt.defined()) return x.rebuilt;
+    if (x.held.defined() && !x.code && (x.copied || !x.elsewhere)) return share(x.held, x.made, x.on), checked(x, x.held);
+    if (x.rebuilt.defined()) return share(x.rebuilt, x.made, x.rebuilt_on), x.rebuilt;
     if (x.code) return read_back(x);
     if (scratch_)
       if (const auto known = scratch_->find(v); known != scratch_->end()) return known->second;
@@ -164,8 +164,11 @@ class Replay {
   // For all readers of this backward pass; of a trial, for one.
   Tensor read_back(Value& x) const {
     const Below below(x.made.fake);
+    share(x.held, x.made, x.on);
     const Tensor t = decoded(*x.code, x.held, x.made, x.storage_bytes);
-    return scratch_ ? t : x.rebuilt = t;
+    if (scratch_) return t;
+    x.rebuilt_on = stream_of(x.made);
+    return x.rebuilt = t;
   }
 
   void run(int number) {
@@ -225,7 +228,7 @@ class Replay {
       t = laid.copy_(t);
     }
     if (scratch_) (*scratch_)[v] = std::move(t);
-    else x.rebuilt = std::move(t);
+    else x.rebuilt = std::move(t), x.rebuilt_on = stream_of(x.made);
   }
 
   void make(const Call& call, const std::vector<Tensor>& read) {

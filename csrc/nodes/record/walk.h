@@ -6,6 +6,9 @@
 #include "replay.h"
 #include "trust.h"
 
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty_like.h>
+
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -121,6 +124,9 @@ class Walk {
     if (call.sends || call.rule->sends) return says(Why::kCollective, v);
     if (!call.usable) return says(call.of_mode ? Why::kMode : Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
+    if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return says(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->varies && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return says(Why::kTimed, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;
     const bool product = call.rule->kind == Kind::kProduct, window = product && call.rule->formula == Formula::kNone;
@@ -198,6 +204,38 @@ inline Tensor part_of(const Log& log, const Value& whole, int part) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
+// A tensor that was there before the pass is copied, where it is small; of a device all at once, when the pass ends.
+inline void copy_small(Log& log, int v) {
+  Value& x = log.values[v];
+  if (is_on_device(x.made) && !log.gathers) return log.to_copy.push_back(v);
+  x.held = copy_of(x.held, x.made), x.copied = true;
+}
+inline void copy_all_small(Log& log) {
+  std::map<c10::Device, std::vector<int>, bool (*)(c10::Device, c10::Device)> of_device([](c10::Device a, c10::Device b) { return a.str() < b.str(); });
+  for (const int v : log.to_copy) {
+    const Value& x = log.values[v];
+    auto& same = of_device[x.made.device];
+    const bool is_known = std::find(same.begin(), same.end(), v) != same.end();
+    if (!is_known && x.refs > 0 && x.held.defined() && !x.copied && !x.lost && log.is_there(v) && log.is_unedited(x)) same.push_back(v);
+  }
+  log.to_copy.clear();
+  for (const auto& [device, same] : of_device) {
+    const Below below;
+    std::vector<Tensor> from, to;
+    for (const int v : same) {
+      const Value& x = log.values[v];
+      Geometry bytes = x.made;
+      bytes.sizes = {x.storage_bytes}, bytes.strides = {1}, bytes.offset = 0, bytes.dtype = at::kByte;
+      from.push_back(over(x.held.storage(), bytes)), to.push_back(at::empty_like(from.back()));
+    }
+    if (!same.empty()) at::_foreach_copy_(to, from);
+    for (size_t i = 0; i < same.size(); ++i) {
+      Value& x = log.values[same[i]];
+      x.held = over(to[i].storage(), x.made), x.copied = true, x.on = stream_of(x.made);
+    }
+  }
+}
+
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
   c10::SmallVector<int, 16> left{v};
@@ -206,8 +244,10 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied)
-      x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied) {
+      x.shown = x.held;
+      copy_small(log, one);
+    }
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
       if (x.as == Value::kPart) {
@@ -218,7 +258,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
-      if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
+      if (x.call < 0 && x.storage_bytes <= kCopied) copy_small(log, one);
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
       if (x.call < 0) continue;
       if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
@@ -269,8 +309,9 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
   return several;
 }
 
-// Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
-inline bool has_its_bits(Log& log, int v) {
+// Calls of a kind that is not trusted are made once on the spot, and the bits are compared. On a device the host waits for that:
+// not while a graph is captured, nor for ever where values tell nothing.
+inline Why has_other_bits(Log& log, int v) {
   c10::SmallVector<int, 4> untried;  // calls
   c10::SmallVector<int, 16> left{v};
   ++log.stamp;
@@ -282,7 +323,11 @@ inline bool has_its_bits(Log& log, int v) {
     if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
-  if (untried.empty() || log.values[v].made.fake) return true;  // a fake tensor has what a real one's trial would find
+  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // a fake tensor has what a real one's trial would find
+  if (is_on_device(log.values[v].made)) {
+    const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
+    if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
+  }
   const Tensor was = std::exchange(log.values[v].held, {});
   bool same = false, of_numbers = true;
   std::map<int, Tensor> scratch;
@@ -298,13 +343,15 @@ inline bool has_its_bits(Log& log, int v) {
     for (const int call : untried)
       if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
   }
+  if (is_on_device(log.values[v].made))
+    for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
   log.values[v].held = was;
   if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
     const int last = log.values[v].call;
     if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
     for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
   }
-  return same;
+  return same ? Why::kNone : Why::kOtherBits;
 }
 
 // A dropped value that is saved again, where it could not be made again: it is held from now on.
@@ -338,9 +385,9 @@ inline void decide(Log& log, int v) {
   if (!can) return void((log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why, log.values[v].cause = cause));
   const Call& call = log.calls[log.values[v].call];
   for_inputs(log, call, [&](int in) { need(log, in, taken); });
-  if (!has_its_bits(log, v)) {
+  if (const Why other = has_other_bits(log, v); other != Why::kNone) {
     for_inputs(log, call, [&](int in) { release(log, in); });
-    return void(log.values[v].why = Why::kOtherBits);
+    return void(log.values[v].why = other);
   }
   Value& dropped = log.values[v];
   dropped.sample = Sample::of(shown(was, dropped.made));

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons, rows
+from leannorm.saving import device, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
-from leannorm.saving.operators import OPERATORS, Operator
+from leannorm.saving.operators import OPERATORS, VARYING, Operator
 from leannorm.saving.packing import SMALLEST
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
@@ -64,7 +64,7 @@ _WHYS = (
     reasons.TIMED,
 )
 # bits of `Met` in log.h
-_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
+_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN, 4: reasons.LIMIT_UNSEEN}
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -129,6 +129,8 @@ if NODES is not None:
         NODES.set_operator(
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
+    NODES.set_varying(list(VARYING))
+    NODES.set_capturing(lambda tensor: device.capturing(tensor))
     NODES.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
@@ -246,7 +248,9 @@ class RecordedPass:
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self._way is not None
-        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
+        return self._way.passed(
+            self._timeline, self._pass.places(), self.reasons, torch.device(self._pass.device())
+        )
 
     def forget(self) -> None:
         """Let go of what only a plan is made from."""
