@@ -5,7 +5,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <sys/mman.h>
@@ -90,7 +90,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kType, 0}; }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  static c10::Stream stream(int64_t id) { return {c10::Stream::UNSAFE, {kType, 0}, id}; }
+  static c10::Stream stream(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, 0), id); }
   c10::Stream getStream(c10::Device) const override { return stream(stream_now); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream exchangeStream(c10::Stream s) const override { return stream(std::exchange(stream_now, s.id())); }
@@ -138,7 +138,7 @@ class Seen {
       storage = c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), c10::DataPtr(p, c10::kCPU), nullptr, false);
       owners_[storage.unsafeGetStorageImpl()] = t.storage();
     }
-    auto made = at::detail::make_tensor<c10::TensorImpl>(storage, c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+    auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
     made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
     tensors_.emplace_back(made, t);
     return made;
@@ -231,11 +231,32 @@ at::Tensor& set(at::Tensor& t, at::Storage storage, c10::SymInt offset, c10::Sym
   return t;
 }
 
+at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding,
+                       at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ++launches["aten::convolution"];
+  Seen seen;
+  const auto on_host = bias ? std::optional(seen.on_host(*bias)) : std::nullopt;
+  return seen.on_device(at::convolution(seen.on_host(x), seen.on_host(weight), on_host, stride, padding, dilation, transposed, output_padding, groups));
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, at::IntArrayRef stride,
+                                                                    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                                                                    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> mask) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ++launches["aten::convolution_backward"];
+  Seen seen;
+  const std::vector<int64_t> bias{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
+  const auto [a, b, c] = at::convolution_backward(seen.on_host(dy), seen.on_host(x), seen.on_host(weight), at::OptionalIntArrayRef(bias), stride, padding,
+                                                  dilation, transposed, output_padding, groups, mask);
+  return {seen.on_device(a), seen.on_device(b), seen.on_device(c)};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty), m.impl("empty_strided", &empty_strided);
+  m.impl("convolution_overrideable", &convolution), m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_copy_from", &copy_from), m.impl("set_.source_Storage_storage_offset", &set);
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -255,5 +276,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("streams", [] { return streams; });
   m.def("forget", [] { waits.clear(), launches.clear(), streams.clear(); });
   m.def("set_stream", [](int64_t id) { stream_now = id; });
+  m.def("is_capturing", [] { return capturing; });
   m.def("set_capturing", [](bool is) { capturing = is; });
 }

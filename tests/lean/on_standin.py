@@ -1,0 +1,329 @@
+"""What `lean()` does on the stand-in for a GPU. Run as a script: it prints what it found as JSON.
+
+`python on_standin.py`: in a process of its own, since a device that is registered stays.
+"""
+
+import json
+import sys
+import threading
+import warnings
+from contextlib import nullcontext
+
+import standin
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from leannorm import convert, lean
+from leannorm.saving import small
+from leannorm.saving.recorded import NODES
+
+DEVICE, LIBRARY = torch.device("standin"), None
+SETTINGS = {"norm": {}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.4}, "limit": {"limit": "64GiB"}}
+PASSES, LOOKED = 6, 2  # of these the first may look
+
+
+class Rotary(nn.Module):
+    """A block of a Llama: RMS norms, rotary embeddings, attention, a gated linear unit."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads, self.one, self.two = heads, nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def turned(self, x):
+        angles = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * 0.1
+        one, two = x.float().chunk(2, -1)
+        turned = torch.cat([one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()], -1)
+        return turned.to(x.dtype)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.two(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class UNet(nn.Module):
+    """Down, up, and a skip connection."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(48, 8, 3, padding=1)
+        self.norm, self.below, self.pool = nn.GroupNorm(4, 16), nn.Conv2d(16, 32, 3, padding=1), nn.MaxPool2d(2)
+        self.after = nn.GroupNorm(4, 48)
+
+    def forward(self, x):
+        skip = F.silu(self.norm(self.first(x)))
+        y = F.interpolate(F.silu(self.below(self.pool(skip))), scale_factor=2.0)
+        return self.last(F.silu(self.after(torch.cat([y, skip], 1))))
+
+
+def cnn():
+    """Convolutions, batch norms, an activation in place, pooling and dropout."""
+    one, two = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)
+    head = nn.Flatten(), nn.Linear(16 * 100, 10)
+    norms = nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2), two, nn.BatchNorm2d(16), nn.SiLU()
+    return nn.Sequential(one, *norms, *head)
+
+
+def vit(dropout=0.0):
+    """Two blocks of a transformer."""
+    layer = nn.TransformerEncoderLayer(
+        32, 4, 96, dropout=dropout, activation="gelu", batch_first=True, norm_first=True
+    )
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+IMAGE, TOKENS = (4, 3, 26, 26), (4, 48, 32)
+MODELS = {
+    "cnn": (cnn, IMAGE),
+    "converted cnn": (lambda: convert(cnn()), IMAGE),
+    "vit": (vit, TOKENS),
+    "vit with dropout": (lambda: vit(0.1), TOKENS),
+    "converted vit": (lambda: convert(vit()), TOKENS),
+    "llama": (lambda: nn.Sequential(Rotary(), Rotary()), TOKENS),
+    "unet": (UNet, (4, 3, 16, 16)),
+}
+CASTS = {"cnn", "vit", "llama"}
+
+
+class Frames:
+    """Counts calls of Python functions of `leannorm.saving`."""
+
+    def __init__(self):
+        self.names = []
+
+    def __call__(self, frame, event, argument):
+        if event == "call" and "/leannorm/saving/" in frame.f_code.co_filename:
+            self.names.append(frame.f_code.co_qualname)
+
+
+def trained(name, setting, device, cast):
+    """Gradients of some passes, the last one's `lean` object, and what later passes looked at and called."""
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, frames, waits, gradients = make().to(device), Frames(), {}, []
+    for turn in range(PASSES):
+        torch.manual_seed(turn)
+        x = torch.randn(shape).to(device)
+        around = nullcontext() if setting is None else lean(**setting)
+        if setting is not None:
+            around.place = small.NEVER_SMALL
+        counts = turn >= LOOKED and device == DEVICE
+        LIBRARY.forget()
+        with torch.autocast(device.type, torch.bfloat16, enabled=cast):
+            with around as saved:
+                sys.setprofile(frames if counts else None)
+                loss = model(x).float().square().mean()
+                sys.setprofile(None)
+        if counts:
+            loss.register_hook(lambda _: sys.setprofile(frames))  # in the thread of the engine
+            model.get_parameter(next(n for n, _ in model.named_parameters())).register_hook(
+                lambda _: sys.setprofile(None)
+            )
+        loss.backward()
+        sys.setprofile(None)
+        if counts:
+            for what, n in LIBRARY.waits().items():
+                waits[what] = waits.get(what, 0) + n
+        gradients.append([p.grad.cpu() for p in model.parameters()])
+        model.zero_grad()
+        for p in model.parameters():
+            p._backward_hooks = None
+    return gradients, saved, waits, frames.names
+
+
+def same(one, two):
+    """Are all numbers of all passes equal, to the bit?"""
+    return all(torch.equal(a, b) for us, them in zip(one, two, strict=True) for a, b in zip(us, them, strict=True))
+
+
+def found(name, which, cast):
+    """What a test asks of one model under one setting."""
+    setting = SETTINGS[which]
+    stock, *_ = trained(name, None, DEVICE, cast)
+    ours, saved, waits, frames = trained(name, setting, DEVICE, cast)
+    on_cpu = trained(name, setting, torch.device("cpu"), cast)[1]
+    return {
+        "same": same(ours, stock),
+        "kept": saved.kept_bytes,
+        "rebuilt": saved.rebuilt_bytes,
+        "kept_on_cpu": on_cpu.kept_bytes,
+        "rebuilt_on_cpu": on_cpu.rebuilt_bytes,
+        "reasons": saved.reasons,
+        "waits": waits,
+        "frames": sorted(set(frames)),
+    }
+
+
+def a_look_is_counted():
+    """The trials of a first pass wait for the device."""
+    NODES.forget_trials()
+    model, x = cnn().to(DEVICE), torch.randn(IMAGE, device=DEVICE)
+    LIBRARY.forget()
+    with lean("conv"):
+        model(x)
+    return LIBRARY.waits()
+
+
+def in_a_capture():
+    """What was tried before is dropped; what was not is kept, and nothing is looked at."""
+    NODES.forget_trials()
+    model, told = cnn().to(DEVICE), []
+    for is_tried in (False, True):
+        if is_tried:
+            for x in torch.randn(3, *IMAGE):
+                with lean("conv"):
+                    loss = model(x.to(DEVICE)).sum()
+                loss.backward()
+        x = torch.randn(IMAGE).to(DEVICE)
+        LIBRARY.set_capturing(True)
+        try:
+            with lean("conv") as saved:
+                saved.place = small.NEVER_SMALL
+                loss = model(x).sum()
+            loss.backward()
+        finally:
+            LIBRARY.set_capturing(False)
+        told.append([saved.rebuilt_bytes, saved.reasons])
+    return told
+
+
+def values_that_tell_nothing():
+    """Passes of zeros: after some trials the host waits no more, and it is said why tensors are kept."""
+    NODES.forget_trials()
+    w = torch.zeros(64, 64, device=DEVICE, requires_grad=True)
+    for _ in range(80):
+        LIBRARY.forget()
+        with lean() as saved:
+            saved.place = small.NEVER_SMALL
+            loss = (F.silu(torch.zeros(64, 64, device=DEVICE) @ w) @ w).sum()
+        waits = LIBRARY.waits()
+        loss.backward()
+    return waits, saved.reasons
+
+
+def on_two_streams(second):
+    """x on stream 1; silu(x), rebuilt, is read by two products, the other of which runs on `second`."""
+    told = []
+    for _ in range(4):
+        x, w = (torch.randn(64, 64, device=DEVICE, requires_grad=True) for _ in range(2))
+        LIBRARY.set_stream(1)
+        with lean() as saved:
+            saved.place = small.NEVER_SMALL
+            y = F.silu(x.sin())
+            LIBRARY.set_stream(second)
+            b = y @ w
+            LIBRARY.set_stream(1)
+            a = y @ w
+        loss = (a + 2 * b).sum()
+        LIBRARY.forget()
+        loss.backward()
+        told = [one for one in LIBRARY.streams() if saved.rebuilt_bytes]
+        LIBRARY.set_stream(0)
+    return {"waits": [one[1:] for one in told if one[0] == "waits"], "used": [one[2] for one in told if one[0] == "used"]}
+
+
+def with_timed_algorithms():
+    """`torch.backends.cudnn.benchmark`: convolutions are kept."""
+    torch.backends.cudnn.benchmark = True
+    model = cnn().to(DEVICE)
+    for x in torch.randn(3, *IMAGE):
+        with lean("conv") as saved:
+            saved.place = small.NEVER_SMALL
+            model(x.to(DEVICE))
+    torch.backends.cudnn.benchmark = False
+    return [r.node for r in saved.records if r.rebuilt], saved.reasons
+
+
+def added_in_any_order():
+    """What threads of a device add in any order is not called again; asked for determinism, it is."""
+    told = {}
+    for is_asked in (False, True):
+        torch.use_deterministic_algorithms(is_asked, warn_only=True)
+        at = torch.arange(64, device=DEVICE)
+        for _ in range(3):
+            x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+            with lean() as saved:
+                saved.place = small.NEVER_SMALL
+                y = (x * 2).index_add(0, at, x)
+                (y.exp() @ x).sum()
+        told[is_asked] = [r.node for r in saved.records if r.rebuilt]
+    torch.use_deterministic_algorithms(False)
+    return told
+
+
+def copies_of_weights():
+    """What a pass copies of the weights that its norms read: launches of passes 3 and later."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.SiLU()) for _ in range(6))).to(DEVICE)
+    for x in torch.randn(4, 64, 32):
+        LIBRARY.forget()
+        with lean() as saved:
+            saved.place = small.NEVER_SMALL
+            model(x.to(DEVICE)).sum()
+            LIBRARY.forget()
+        launches = LIBRARY.launches()
+    return launches
+
+
+def an_optimizer_steps_first():
+    """Weights that change between a pass and its backward pass: rebuilds read what they were."""
+    gradients = []
+    for setting in (None, {}):
+        torch.manual_seed(0)
+        norm, w = nn.LayerNorm(64).to(DEVICE), torch.randn(64, 64, device=DEVICE, requires_grad=True)
+        for turn in range(4):
+            torch.manual_seed(turn)
+            x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+            with nullcontext() if setting is None else lean() as saved:
+                y = F.silu(F.layer_norm(x, (64,), None, norm.bias)) @ w
+            with torch.no_grad():
+                norm.bias.add_(1.0)  # which no node saves
+            y.square().sum().backward()
+            gradients.append([x.grad.cpu(), w.grad.cpu()])
+    return same(gradients[:4], gradients[4:])
+
+
+OTHERS = {
+    "a look": a_look_is_counted,
+    "a capture": in_a_capture,
+    "zeros": values_that_tell_nothing,
+    "two streams": lambda: on_two_streams(2),
+    "one stream": lambda: on_two_streams(1),
+    "timed": with_timed_algorithms,
+    "any order": added_in_any_order,
+    "copies": copies_of_weights,
+    "an optimizer": an_optimizer_steps_first,
+}
+
+
+def main():
+    """All cases, by name; of one that raised, the error."""
+    global LIBRARY
+    LIBRARY = standin.register()
+    from leannorm.saving import device
+
+    device.capturing = lambda tensor: LIBRARY.is_capturing()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    cases = {f"{name}, {which}": (found, name, which, False) for name in MODELS for which in SETTINGS}
+    cases |= {f"{name}, {which}, autocast": (found, name, which, True) for name in CASTS for which in SETTINGS}
+    cases |= {name: (run,) for name, run in OTHERS.items()}
+    told = {}
+    for case, (run, *arguments) in cases.items():
+        if len(sys.argv) > 1 and not any(part in case for part in sys.argv[1:]):
+            continue
+        try:
+            told[case] = run(*arguments)
+        except Exception as error:
+            told[case] = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    threading.current_thread().name = "on the stand-in"
+    main()
