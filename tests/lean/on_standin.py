@@ -18,7 +18,8 @@ from leannorm import convert, lean
 from leannorm.saving import small
 from leannorm.saving.recorded import NODES
 
-DEVICE, LIBRARY = torch.device("standin"), None
+LIBRARY = standin.register()
+DEVICE = torch.device("standin")
 SETTINGS = {"norm": {}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.4}, "limit": {"limit": "64GiB"}}
 PASSES, LOOKED = 6, 2  # of these the first may look
 
@@ -102,6 +103,13 @@ class Frames:
             self.names.append(frame.f_code.co_qualname)
 
 
+def opened(*arguments, **setting):
+    """`lean()` whose pass is looked at however small it is."""
+    around = lean(*arguments, **setting)
+    around.place = small.NEVER_SMALL
+    return around
+
+
 def trained(name, setting, device, cast):
     """Gradients of some passes, the last one's `lean` object, and what later passes looked at and called."""
     make, shape = MODELS[name]
@@ -110,9 +118,7 @@ def trained(name, setting, device, cast):
     for turn in range(PASSES):
         torch.manual_seed(turn)
         x = torch.randn(shape).to(device)
-        around = nullcontext() if setting is None else lean(**setting)
-        if setting is not None:
-            around.place = small.NEVER_SMALL
+        around = nullcontext() if setting is None else opened(**setting)
         counts = turn >= LOOKED and device == DEVICE
         LIBRARY.forget()
         with torch.autocast(device.type, torch.bfloat16, enabled=cast):
@@ -165,7 +171,7 @@ def a_look_is_counted():
     NODES.forget_trials()
     model, x = cnn().to(DEVICE), torch.randn(IMAGE, device=DEVICE)
     LIBRARY.forget()
-    with lean("conv"):
+    with opened("conv"):
         model(x)
     return LIBRARY.waits()
 
@@ -177,14 +183,13 @@ def in_a_capture():
     for is_tried in (False, True):
         if is_tried:
             for x in torch.randn(3, *IMAGE):
-                with lean("conv"):
+                with opened("conv"):
                     loss = model(x.to(DEVICE)).sum()
                 loss.backward()
         x = torch.randn(IMAGE).to(DEVICE)
         LIBRARY.set_capturing(True)
         try:
-            with lean("conv") as saved:
-                saved.place = small.NEVER_SMALL
+            with opened("conv") as saved:
                 loss = model(x).sum()
             loss.backward()
         finally:
@@ -199,8 +204,7 @@ def values_that_tell_nothing():
     w = torch.zeros(64, 64, device=DEVICE, requires_grad=True)
     for _ in range(80):
         LIBRARY.forget()
-        with lean() as saved:
-            saved.place = small.NEVER_SMALL
+        with opened() as saved:
             loss = (F.silu(torch.zeros(64, 64, device=DEVICE) @ w) @ w).sum()
         waits = LIBRARY.waits()
         loss.backward()
@@ -213,8 +217,7 @@ def on_two_streams(second):
     for _ in range(4):
         x, w = (torch.randn(64, 64, device=DEVICE, requires_grad=True) for _ in range(2))
         LIBRARY.set_stream(1)
-        with lean() as saved:
-            saved.place = small.NEVER_SMALL
+        with opened() as saved:
             y = F.silu(x.sin())
             LIBRARY.set_stream(second)
             b = y @ w
@@ -233,9 +236,9 @@ def with_timed_algorithms():
     torch.backends.cudnn.benchmark = True
     model = cnn().to(DEVICE)
     for x in torch.randn(3, *IMAGE):
-        with lean("conv") as saved:
-            saved.place = small.NEVER_SMALL
-            model(x.to(DEVICE))
+        with opened("conv") as saved:
+            loss = model(x.to(DEVICE)).sum()
+        loss.backward()
     torch.backends.cudnn.benchmark = False
     return [r.node for r in saved.records if r.rebuilt], saved.reasons
 
@@ -248,25 +251,26 @@ def added_in_any_order():
         at = torch.arange(64, device=DEVICE)
         for _ in range(3):
             x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
-            with lean() as saved:
-                saved.place = small.NEVER_SMALL
+            with opened() as saved:
                 y = (x * 2).index_add(0, at, x)
-                (y.exp() @ x).sum()
+                loss = (y.exp() @ x).sum()
+            loss.backward()
         told[is_asked] = [r.node for r in saved.records if r.rebuilt]
     torch.use_deterministic_algorithms(False)
     return told
 
 
-def copies_of_weights():
+def copies_of_weights(norm):
     """What a pass copies of the weights that its norms read: launches of passes 3 and later."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.SiLU()) for _ in range(6))).to(DEVICE)
+    blocks = (nn.Sequential(nn.Linear(32, 32), norm(32), nn.SiLU()) for _ in range(6))
+    model = nn.Sequential(*blocks).to(DEVICE)
     for x in torch.randn(4, 64, 32):
         LIBRARY.forget()
-        with lean() as saved:
-            saved.place = small.NEVER_SMALL
-            model(x.to(DEVICE)).sum()
+        with opened() as saved:
+            loss = model(x.to(DEVICE)).sum()
             LIBRARY.forget()
         launches = LIBRARY.launches()
+        loss.backward()
     return launches
 
 
@@ -275,12 +279,12 @@ def an_optimizer_steps_first():
     gradients = []
     for setting in (None, {}):
         torch.manual_seed(0)
-        norm, w = nn.LayerNorm(64).to(DEVICE), torch.randn(64, 64, device=DEVICE, requires_grad=True)
+        norm, w = nn.BatchNorm1d(64).to(DEVICE), torch.randn(64, 64, device=DEVICE, requires_grad=True)
         for turn in range(4):
             torch.manual_seed(turn)
             x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
-            with nullcontext() if setting is None else lean() as saved:
-                y = F.silu(F.layer_norm(x, (64,), None, norm.bias)) @ w
+            with nullcontext() if setting is None else opened() as saved:
+                y = F.silu(norm(x)) @ w
             with torch.no_grad():
                 norm.bias.add_(1.0)  # which no node saves
             y.square().sum().backward()
@@ -296,15 +300,14 @@ OTHERS = {
     "one stream": lambda: on_two_streams(1),
     "timed": with_timed_algorithms,
     "any order": added_in_any_order,
-    "copies": copies_of_weights,
+    "copies of layer norms": lambda: copies_of_weights(nn.LayerNorm),
+    "copies of batch norms": lambda: copies_of_weights(nn.BatchNorm1d),
     "an optimizer": an_optimizer_steps_first,
 }
 
 
 def main():
     """All cases, by name; of one that raised, the error."""
-    global LIBRARY
-    LIBRARY = standin.register()
     from leannorm.saving import device
 
     device.capturing = lambda tensor: LIBRARY.is_capturing()

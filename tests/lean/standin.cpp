@@ -135,7 +135,7 @@ class Seen {
     auto& storage = storages_[t.storage().unsafeGetStorageImpl()];
     if (!storage) {
       char* const p = memory().seen_by_host(t.storage().data());
-      storage = c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), c10::DataPtr(p, c10::kCPU), nullptr, false);
+      storage = c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), c10::DataPtr(p, c10::kCPU), c10::GetAllocator(c10::kCPU), true);
       owners_[storage.unsafeGetStorageImpl()] = t.storage();
     }
     auto made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
@@ -152,6 +152,19 @@ class Seen {
     c10::Storage storage(c10::Storage::use_byte_size_t(), n, &allocator, /*resizable=*/true);
     if (n > 0) memcpy(memory().seen_by_host(storage.data()), t.storage().data(), n);
     return bare(std::move(storage), t, t.storage_offset());
+  }
+  // What an operator has resized is so on the device.
+  void resize() {
+    for (const auto& [host, device] : tensors_) {
+      if (host.sizes() == device.sizes() && host.strides() == device.strides()) continue;
+      const size_t n = host.storage().nbytes();
+      if (n > device.storage().nbytes()) {
+        auto data = allocator.allocate(n);
+        memcpy(memory().seen_by_host(data.get()), host.storage().data(), n);
+        device.storage().unsafeGetStorageImpl()->set_data_ptr(std::move(data)), device.storage().unsafeGetStorageImpl()->set_nbytes(n);
+      }
+      device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides());
+    }
   }
   c10::IValue on_host(const c10::IValue& v) {
     if (v.isTensor()) return on_host(v.toTensor());
@@ -201,6 +214,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const c10::IValue& v : torch::jit::last(stack, n)) arguments.push_back(seen.on_host(v));
   torch::jit::drop(stack, n);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+  seen.resize();
   for (const c10::IValue& v : arguments) stack->push_back(seen.on_device(v));
 }
 

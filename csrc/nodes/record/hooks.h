@@ -205,6 +205,10 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (keeps) {
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
+    if (current && !busy && t.is_leaf() && !t.device().is_cpu() && plain(t)) {
+      const Log::Lock lock(*current);
+      if (const int v = current->value_of(t); v >= 0) current->values[v].pinned = true;
+    }
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }

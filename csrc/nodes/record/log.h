@@ -73,6 +73,7 @@ struct Value {
   bool listed = false;   // among what the pass has saved, as its
   int number = 0;
   bool in_rows = false;    // may its gradient read it some rows at a time?
+  bool pinned = false;     // a node has saved it, as a parameter, so that an edit of it is an error in plain PyTorch, too
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
   // Of a value that nobody has saved, and that is held to make one that is dropped:
   enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation

@@ -216,7 +216,7 @@ inline void copy_all_small(Log& log) {
     const Value& x = log.values[v];
     auto& same = of_device[x.made.device];
     const bool is_known = std::find(same.begin(), same.end(), v) != same.end();
-    if (!is_known && x.refs > 0 && x.held.defined() && !x.copied && !x.lost && log.is_there(v) && log.is_unedited(x)) same.push_back(v);
+    if (!is_known && !x.pinned && x.refs > 0 && x.held.defined() && !x.copied && !x.lost && log.is_there(v) && log.is_unedited(x)) same.push_back(v);
   }
   log.to_copy.clear();
   for (const auto& [device, same] : of_device) {
