@@ -12,84 +12,16 @@ from contextlib import nullcontext
 import standin
 import torch
 import torch.nn.functional as F
+from standin_cases import CASTS, IMAGE, MODELS, SETTINGS, cnn
 from torch import nn
 
-from leannorm import convert, lean
+from leannorm import lean
 from leannorm.saving import small
 from leannorm.saving.recorded import NODES
 
 LIBRARY = standin.register()
 DEVICE = torch.device("standin")
-SETTINGS = {"norm": {}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.4}, "limit": {"limit": "64GiB"}}
 PASSES, LOOKED = 6, 2  # of these the first may look
-
-
-class Rotary(nn.Module):
-    """A block of a Llama: RMS norms, rotary embeddings, attention, a gated linear unit."""
-
-    def __init__(self, width=32, heads=4):
-        super().__init__()
-        self.heads, self.one, self.two = heads, nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def turned(self, x):
-        angles = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * 0.1
-        one, two = x.float().chunk(2, -1)
-        turned = torch.cat([one * angles.cos() - two * angles.sin(), one * angles.sin() + two * angles.cos()], -1)
-        return turned.to(x.dtype)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.one(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        y = self.two(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class UNet(nn.Module):
-    """Down, up, and a skip connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(48, 8, 3, padding=1)
-        self.norm, self.below, self.pool = nn.GroupNorm(4, 16), nn.Conv2d(16, 32, 3, padding=1), nn.MaxPool2d(2)
-        self.after = nn.GroupNorm(4, 48)
-
-    def forward(self, x):
-        skip = F.silu(self.norm(self.first(x)))
-        y = F.interpolate(F.silu(self.below(self.pool(skip))), scale_factor=2.0)
-        return self.last(F.silu(self.after(torch.cat([y, skip], 1))))
-
-
-def cnn():
-    """Convolutions, batch norms, an activation in place, pooling and dropout."""
-    one, two = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)
-    head = nn.Flatten(), nn.Linear(16 * 100, 10)
-    norms = nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(2), two, nn.BatchNorm2d(16), nn.SiLU()
-    return nn.Sequential(one, *norms, *head)
-
-
-def vit(dropout=0.0):
-    """Two blocks of a transformer."""
-    layer = nn.TransformerEncoderLayer(
-        32, 4, 96, dropout=dropout, activation="gelu", batch_first=True, norm_first=True
-    )
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-IMAGE, TOKENS = (4, 3, 26, 26), (4, 48, 32)
-MODELS = {
-    "cnn": (cnn, IMAGE),
-    "converted cnn": (lambda: convert(cnn()), IMAGE),
-    "vit": (vit, TOKENS),
-    "vit with dropout": (lambda: vit(0.1), TOKENS),
-    "converted vit": (lambda: convert(vit()), TOKENS),
-    "llama": (lambda: nn.Sequential(Rotary(), Rotary()), TOKENS),
-    "unet": (UNet, (4, 3, 16, 16)),
-}
-CASTS = {"cnn", "vit", "llama"}
 
 
 class Frames:
@@ -145,7 +77,9 @@ def trained(name, setting, device, cast):
 
 def same(one, two):
     """Are all numbers of all passes equal, to the bit?"""
-    return all(torch.equal(a, b) for us, them in zip(one, two, strict=True) for a, b in zip(us, them, strict=True))
+    return all(
+        torch.equal(a, b) for us, them in zip(one, two, strict=True) for a, b in zip(us, them, strict=True)
+    )
 
 
 def found(name, which, cast):
@@ -228,7 +162,10 @@ def on_two_streams(second):
         loss.backward()
         told = [one for one in LIBRARY.streams() if saved.rebuilt_bytes]
         LIBRARY.set_stream(0)
-    return {"waits": [one[1:] for one in told if one[0] == "waits"], "used": [one[2] for one in told if one[0] == "used"]}
+    return {
+        "waits": [one[1:] for one in told if one[0] == "waits"],
+        "used": [one[2] for one in told if one[0] == "used"],
+    }
 
 
 def with_timed_algorithms():
@@ -248,14 +185,14 @@ def added_in_any_order():
     told = {}
     for is_asked in (False, True):
         torch.use_deterministic_algorithms(is_asked, warn_only=True)
-        at = torch.arange(64, device=DEVICE)
+        at = torch.arange(128, device=DEVICE)
         for _ in range(3):
-            x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+            x = torch.randn(128, 128, device=DEVICE, requires_grad=True)
             with opened() as saved:
                 y = (x * 2).index_add(0, at, x)
                 loss = (y.exp() @ x).sum()
             loss.backward()
-        told[is_asked] = [r.node for r in saved.records if r.rebuilt]
+        told[str(is_asked)] = [r.node for r in saved.records if r.rebuilt], saved.reasons
     torch.use_deterministic_algorithms(False)
     return told
 
@@ -283,7 +220,7 @@ def an_optimizer_steps_first():
         for turn in range(4):
             torch.manual_seed(turn)
             x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
-            with nullcontext() if setting is None else opened() as saved:
+            with nullcontext() if setting is None else opened():
                 y = F.silu(norm(x)) @ w
             with torch.no_grad():
                 norm.bias.add_(1.0)  # which no node saves
@@ -314,7 +251,9 @@ def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     cases = {f"{name}, {which}": (found, name, which, False) for name in MODELS for which in SETTINGS}
-    cases |= {f"{name}, {which}, autocast": (found, name, which, True) for name in CASTS for which in SETTINGS}
+    cases |= {
+        f"{name}, {which}, autocast": (found, name, which, True) for name in CASTS for which in SETTINGS
+    }
     cases |= {name: (run,) for name, run in OTHERS.items()}
     told = {}
     for case, (run, *arguments) in cases.items():

@@ -229,6 +229,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   seen.on_host(to).copy_(seen.on_host(from));
   return to;
 }
+void copy_all(at::TensorList to, at::TensorList from, bool) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ++launches["copies at once"];
+  for (size_t i = 0; i < to.size(); ++i) {
+    Seen seen;
+    seen.on_host(to[i]).copy_(seen.on_host(from[i]));
+  }
+}
 at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
                  std::optional<at::MemoryFormat> format) {
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(sizes), &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
@@ -271,7 +279,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty), m.impl("empty_strided", &empty_strided);
   m.impl("convolution_overrideable", &convolution), m.impl("convolution_backward_overrideable", &convolution_backward);
-  m.impl("_copy_from", &copy_from), m.impl("set_.source_Storage_storage_offset", &set);
+  m.impl("_copy_from", &copy_from), m.impl("_foreach_copy_", &copy_all), m.impl("set_.source_Storage_storage_offset", &set);
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {

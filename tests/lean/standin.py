@@ -1,4 +1,4 @@
-"""The stand-in for a GPU (standin.cpp): built once with the machine's compiler, and registered as "standin"."""
+"""The stand-in for a GPU (standin.cpp): built once with the machine's compiler, registered as "standin"."""
 
 import hashlib
 import os

@@ -47,7 +47,8 @@ struct Asked {
   py::object flags, layer, hold, owns, other;
   int met = 0;
 };
-enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4 };  // compiled code, hooks of others, memory that a limit does not count
+enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8 };  // compiled code, hooks of others, memory
+// that a limit does not count, convolutions that cuDNN times
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again

@@ -126,7 +126,7 @@ class Walk {
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return says(Why::kNever, v);
     if (is_on_device(of.made) && call.rule->varies && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
-    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return says(Why::kTimed, v);
+    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return log_.meets(kTimedCalls), says(Why::kTimed, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;
     const bool product = call.rule->kind == Kind::kProduct, window = product && call.rule->formula == Formula::kNone;

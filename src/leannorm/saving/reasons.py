@@ -103,9 +103,7 @@ VIEW = "it is a view of what is kept"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
-OTHER_FLAGS = (
-    "its operator ran under other global flags, or on tensors that lean() does not rebuild"
-)
+OTHER_FLAGS = "its operator ran under other global flags, or on tensors that lean() does not rebuild"
 MODE = "a mode (TorchDispatchMode) gave it, not an operator that it called"
 UNTRIED = "its operator was not tried before a CUDA graph's capture, or on values that tell nothing"
 TIMED = "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark), so that another may follow"

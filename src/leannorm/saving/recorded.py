@@ -64,7 +64,12 @@ _WHYS = (
     reasons.TIMED,
 )
 # bits of `Met` in log.h
-_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN, 4: reasons.LIMIT_UNSEEN}
+_MET = {
+    1: reasons.COMPILED_WITHIN,
+    2: reasons.HOOKS_WITHIN,
+    4: reasons.LIMIT_UNSEEN,
+    8: reasons.BENCHMARK,
+}
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
