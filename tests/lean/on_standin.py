@@ -53,11 +53,10 @@ def trained(name, setting, device, cast):
         around = nullcontext() if setting is None else opened(**setting)
         counts = turn >= LOOKED and device == DEVICE
         LIBRARY.forget()
-        with torch.autocast(device.type, torch.bfloat16, enabled=cast):
-            with around as saved:
-                sys.setprofile(frames if counts else None)
-                loss = model(x).float().square().mean()
-                sys.setprofile(None)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cast), around as saved:
+            sys.setprofile(frames if counts else None)
+            loss = model(x).float().square().mean()
+            sys.setprofile(None)
         if counts:
             loss.register_hook(lambda _: sys.setprofile(frames))  # in the thread of the engine
             model.get_parameter(next(n for n, _ in model.named_parameters())).register_hook(
@@ -67,7 +66,7 @@ def trained(name, setting, device, cast):
         sys.setprofile(None)
         if counts:
             for what, n in LIBRARY.waits().items():
-                waits[what] = waits.get(what, 0) + n
+                waits[f"{what}, pass {turn + 1}"] = n
         gradients.append([p.grad.cpu() for p in model.parameters()])
         model.zero_grad()
         for p in model.parameters():
@@ -88,8 +87,10 @@ def found(name, which, cast):
     stock, *_ = trained(name, None, DEVICE, cast)
     ours, saved, waits, frames = trained(name, setting, DEVICE, cast)
     on_cpu = trained(name, setting, torch.device("cpu"), cast)[1]
+    small_ones = [p.nbytes for p in MODELS[name][0]().parameters() if p.nbytes <= 1 << 14]
     return {
         "same": same(ours, stock),
+        "small_weights": sum(small_ones),
         "kept": saved.kept_bytes,
         "rebuilt": saved.rebuilt_bytes,
         "kept_on_cpu": on_cpu.kept_bytes,
@@ -203,7 +204,7 @@ def copies_of_weights(norm):
     model = nn.Sequential(*blocks).to(DEVICE)
     for x in torch.randn(4, 64, 32):
         LIBRARY.forget()
-        with opened() as saved:
+        with opened():
             loss = model(x.to(DEVICE)).sum()
             LIBRARY.forget()
         launches = LIBRARY.launches()

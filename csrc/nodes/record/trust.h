@@ -12,11 +12,11 @@ namespace leannorm::recording {
 class Trust {
  public:
   bool is_enough(uint64_t kind) { return count(kind) >= kEnough; }
-  // Was it tried so often that values which tell nothing are all that comes?
+  // Was it tried so often on values that tell nothing that it is tried now and then alone?
   bool is_vain(uint64_t kind) {
     const std::lock_guard lock(mutex_);
     const auto known = looks_.find(kind);
-    return known != looks_.end() && known->second >= kLooks;
+    return known != looks_.end() && known->second >= kLooks && ++known->second % kAgain != 0;
   }
   void looked(uint64_t kind) {
     const std::lock_guard lock(mutex_);
@@ -32,7 +32,7 @@ class Trust {
   }
 
  private:
-  static constexpr int kEnough = 2, kMany = 1 << 20, kLooks = 32;
+  static constexpr int kEnough = 2, kMany = 1 << 20, kLooks = 4, kAgain = 256;
   static constexpr size_t kMostKinds = 1 << 16;
   std::mutex mutex_;  // operators run in several threads at once
   std::unordered_map<uint64_t, int> counts_, looks_;  // of a device, how often the host waited

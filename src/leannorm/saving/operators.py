@@ -111,10 +111,10 @@ OPERATORS: dict[str, Operator] = {
         "pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, None)
     ),
 }
-VARYING = tuple(
-    f"aten::{name}"
-    for name in "index_add index_copy index_put _unsafe_index_put _index_put_impl put scatter scatter_add"
-    " scatter_reduce index_reduce cumsum bincount histc kthvalue median nanmedian".split()
+_IN_ANY_ORDER = (
+    "index_add index_copy index_put _unsafe_index_put _index_put_impl put scatter scatter_add scatter_reduce"
+    " index_reduce cumsum bincount histc kthvalue median nanmedian"
 )
+VARYING = tuple(_rows("once", _IN_ANY_ORDER))
 """On a device threads add or write here in any order, so that equal calls may give other bits, unless torch
 is asked for deterministic algorithms (whose list this follows). In-place forms are meant, too."""

@@ -128,6 +128,10 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
+def _is_captured(tensor: Tensor) -> bool:
+    return device.capturing(tensor)
+
+
 if NODES is not None:
     for _name, _row in OPERATORS.items():
         _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
@@ -135,7 +139,7 @@ if NODES is not None:
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
     NODES.set_varying(list(VARYING))
-    NODES.set_capturing(lambda tensor: device.capturing(tensor))
+    NODES.set_capturing(_is_captured)
     NODES.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
