@@ -24,7 +24,8 @@ from leannorm.report import recipes
 from leannorm.saving import recorded, small
 
 SETTINGS = {
-    "norm": {},
+    "plain": {},
+    "norm": {"recompute": "norm"},
     "conv": {"recompute": "conv"},
     "budget": {"budget": 0.05},
     "verify": {"verify": True},
@@ -200,7 +201,9 @@ def _and_what_they_are_made_of(values):
 
 @pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("ignore:.* is out of reach")
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.1}], ids=str
+)
 @pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
 def test_what_was_rebuilt_is_freed_after_its_last_reader(make, shape, setting):
     """A step that was looked at and not taken is no reader: it never comes, and its inputs would be kept."""

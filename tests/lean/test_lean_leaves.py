@@ -57,7 +57,9 @@ def test_a_pass_under_no_grad_samples_no_leaves(sampled):
     assert not sampled
 
 
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.7}, {"verify": True}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.7}, {"verify": True}], ids=str
+)
 def test_a_pass_that_opens_under_no_grad_begins_where_something_is_saved(
     setting, sampled, with_and_without_nodes
 ):
@@ -77,7 +79,7 @@ def test_a_pass_that_opens_under_no_grad_begins_where_something_is_saved(
     for _ in range(3):
         loss, saved = loss_of(lean(**setting), torch.enable_grad)
         assert all(map(torch.equal, gradients_of(loss), stock))
-        assert saved.rebuilt_bytes > 0
+        assert saved.rebuilt_bytes > 0 or "recompute" not in setting
     sampled.clear()
     _, saved = loss_of(lean(**setting), nullcontext)
     assert not sampled

@@ -119,7 +119,7 @@ def test_a_mode_does_not_see_a_rebuild():
     def calls(setting):
         seen.clear()
         trained(Noted, setting, False)
-        return Counter(seen)
+        return Counter(f for f in seen if f is not torch.ops.aten.detach.default)  # torch's own, for hooks
 
     calls({"recompute": "conv"})  # which tries what is not known yet
     assert calls({"recompute": "conv"}) == calls(None)

@@ -61,8 +61,8 @@ def test_a_copy_of_the_same_dtype_is_not_written_into():
         loss.backward()
         return w, w.grad, v.grad
 
-    assert_as_stock(leaf)
-    assert_as_stock(intermediate)
+    assert_as_stock(leaf, recompute="norm")
+    assert_as_stock(intermediate, recompute="norm")
 
 
 @pytest.mark.usefixtures("searched")
@@ -122,13 +122,14 @@ def test_a_norm_with_a_bias_and_no_weight(name, trained):
         loss.backward()
         return conv.weight.grad, x.grad, *([b.grad] if trained else [])
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_nodes):
-    """Where nodes do not tell which of them came first, no flags are known of those that ran before a change,
-    and what has other bits under the flags of now is held."""
+    """Each call is made again under its own. Where nothing is recorded, and nodes do not tell which of them
+    came first, no flags are known of those that ran before a change, and what has other bits under the flags
+    of now is held."""
 
     def program(context):
         wide, back = nn.Conv2d(8, 32, 3), nn.Conv2d(32, 8, 3)
@@ -138,10 +139,8 @@ def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_
                 with torch.backends.mkldnn.flags(enabled=forward):
                     y = wide(x * 1.0)
                 loss = back(F.relu(y)).square().sum()
-            if saved and forward:
+            if saved and (forward or recorded.serves()):
                 assert not saved.reasons
-            elif saved and recorded.serves():  # it makes again what ran under the flags of the pass
-                assert all(reasons.OTHER_FLAGS in reason for reason in saved.reasons)
                 assert saved.rebuilt_bytes > 0
             elif saved:
                 assert all("ReluBackward0, and kept: a rebuild had" in reason for reason in saved.reasons)
@@ -191,7 +190,7 @@ def test_a_leaf_edited_between_its_cast_and_the_use_of_it(edit):
             seen += [w.grad.clone(), v.grad.clone()]
         return seen
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.usefixtures("searched")
@@ -262,7 +261,7 @@ def test_an_edit_that_the_version_tells():
         return conv.weight.grad, other.weight.grad, x.grad
 
     for program in (of_an_output, between_two_readers, of_what_a_view_shows, before_a_relu_in_place):
-        assert_as_stock(program)
+        assert_as_stock(program, recompute="norm")
 
 
 def test_an_edit_before_and_one_after_a_read_that_keeps_nothing():
@@ -281,7 +280,7 @@ def test_an_edit_before_and_one_after_a_read_that_keeps_nothing():
         loss.backward()
         return conv.weight.grad, other.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_edits_that_stock_refuses_are_refused():
@@ -347,7 +346,7 @@ def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
         loss.backward()
         return conv.weight.grad, x.grad, *(p.grad for p in norm.parameters())
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_a_version_is_watched_without_the_memory(with_and_without_nodes):
@@ -373,7 +372,7 @@ def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
         loss.backward()
         return conv.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. tensors of a subclass")
@@ -388,4 +387,4 @@ def test_jagged_tensors_are_held():
         loss.backward()
         return w.grad, x.grad.values()
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 
-from leannorm.autograd.nodes import NODES
-from leannorm.saving import leaves, memo, plans, small, trial, watched
+from leannorm.saving import leaves, log, memo, plans, recorded, small, trial, watched
+
+if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not built
+    recorded.record_in(log)
 
 
 def forget():
@@ -21,8 +24,7 @@ def forget():
     small.SMALL = -1  # but where a program asks for it
     leaves.Leaves._asked_at.clear()
     memo.forget()
-    if NODES is not None:
-        NODES.forget_trials()
+    recorded.LOG.forget_trials()
 
 
 @contextlib.contextmanager

@@ -1,13 +1,11 @@
 // What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
 #pragma once
 
+#include "copies.h"
 #include "encode_unseen.h"
 #include "price.h"
 #include "replay.h"
 #include "trust.h"
-
-#include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/empty_like.h>
 
 #include <map>
 #include <unordered_map>
@@ -43,6 +41,7 @@ class Walk {
     ++log.stamp;
   }
 
+  bool at_once = false;    // is nothing behind what it is made of asked?
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
   Cause cause;  // the first that was found
@@ -56,7 +55,7 @@ class Walk {
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = made_again(v, depth) || takes(v);
+    const bool can = at_once && v != top_ ? takes(v) : made_again(v, depth) || takes(v);
     return log_.values[v].can = can;
   }
 
@@ -204,38 +203,6 @@ inline Tensor part_of(const Log& log, const Value& whole, int part) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// A tensor that was there before the pass is copied, where it is small; of a device all at once, when the pass ends.
-inline void copy_small(Log& log, int v) {
-  Value& x = log.values[v];
-  if (is_on_device(x.made) && !log.gathers) return log.to_copy.push_back(v);
-  x.held = copy_of(x.held, x.made), x.copied = true;
-}
-inline void copy_all_small(Log& log) {
-  std::map<c10::Device, std::vector<int>, bool (*)(c10::Device, c10::Device)> of_device([](c10::Device a, c10::Device b) { return a.str() < b.str(); });
-  for (const int v : log.to_copy) {
-    const Value& x = log.values[v];
-    auto& same = of_device[x.made.device];
-    const bool is_known = std::find(same.begin(), same.end(), v) != same.end();
-    if (!is_known && !x.pinned && x.refs > 0 && x.held.defined() && !x.copied && !x.lost && log.is_there(v) && log.is_unedited(x)) same.push_back(v);
-  }
-  log.to_copy.clear();
-  for (const auto& [device, same] : of_device) {
-    const Below below;
-    std::vector<Tensor> from, to;
-    for (const int v : same) {
-      const Value& x = log.values[v];
-      Geometry bytes = x.made;
-      bytes.sizes = {x.storage_bytes}, bytes.strides = {1}, bytes.offset = 0, bytes.dtype = at::kByte;
-      from.push_back(over(x.held.storage(), bytes)), to.push_back(at::empty_like(from.back()));
-    }
-    if (!same.empty()) at::_foreach_copy_(to, from);
-    for (size_t i = 0; i < same.size(); ++i) {
-      Value& x = log.values[same[i]];
-      x.held = over(to[i].storage(), x.made), x.copied = true, x.on = stream_of(x.made);
-    }
-  }
-}
-
 // One more reader of the value: what it is made of is needed, too.
 inline void need(Log& log, int v, const std::vector<int>& taken) {
   c10::SmallVector<int, 16> left{v};
@@ -244,7 +211,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied) {
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied) {
       x.shown = x.held;
       copy_small(log, one);
     }
@@ -271,6 +238,11 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
   }
 }
 
+// Nobody else can write what is held of it, or it is not needed to make others.
+inline void hide(Log& log, Value& x) {
+  if (std::exchange(x.exposed, false)) forget(*log.exposed, 1);
+}
+
 // One reader less.
 inline void release(Log& log, int v) {
   c10::SmallVector<int, 16> left{v};
@@ -278,6 +250,7 @@ inline void release(Log& log, int v) {
     const int one = left.pop_back_val();
     Value& x = log.values[one];
     --x.refs;
+    if (x.refs <= x.saves) hide(log, x);
     if (x.refs > 0) {
       x.left = std::min(x.left, x.refs);  // its reader may have had it
       continue;
@@ -361,6 +334,13 @@ inline void hold_again(Log& log, int v, Tensor held) {
   for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
 }
 
+// Of a log-softmax that a plan keeps, may the cast that it read take its place, in the dtype before it?
+inline bool may_be_narrow(const Log& log, const Value& x) {
+  if (x.state != Value::kHeld || x.call < 0 || log.calls[x.call].rule->name != "aten::_log_softmax" || log.calls[x.call].reads.size() != 1) return false;
+  const Value& in = log.values[log.calls[x.call].reads[0].value];
+  return in.state == Value::kFree && in.call >= 0 && log.calls[in.call].rule->name == "aten::_to_copy";
+}
+
 // A saved value that is held: may it be dropped?
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
@@ -372,11 +352,13 @@ inline void decide(Log& log, int v) {
   if (elements < log.policy.smallest) return;
   if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
   const Tensor was = std::exchange(x.held, {});
-  Walk walk(log, v, 0);
+  Walk walk(log, v, x.narrow ? log.values[v].storage_bytes * 3 / 4 : 0);
+  walk.at_once = x.narrow;
   bool can = walk.able(v);
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
+  if (log.values[v].narrow && !can) return void(log.values[v].held = was);
   if (!can) {  // by what nobody saves and is smaller, such as what was cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
     can = again.able(v), taken = std::move(again.taken);

@@ -167,6 +167,11 @@ class Flags(tuple[Any, ...]):
     __slots__ = ()
     __hash__ = tuple.__hash__
 
+    @staticmethod
+    def now() -> Flags:
+        """The flags now."""
+        return current()
+
     @property
     def benchmark(self) -> bool:
         """Does cuDNN time a convolution's algorithms, in each thread by itself, and use the fastest?"""

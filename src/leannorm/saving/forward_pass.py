@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
-from leannorm.planning.goal import Goal
+from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
-from leannorm.saving import limit, memo, packing, reasons, small, timing, watched
+from leannorm.saving import limit, memo, packing, reasons, recorded, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -47,12 +46,13 @@ class Settings(NamedTuple):
     @property
     def may_be_small(self) -> bool:
         """May a small pass be left as it is? Not if a setting asks for something else."""
-        return self.goal is None and self.hooks is None and not (self.verify or self.head)
+        plain = self.goal in (None, HALF)
+        return plain and self.hooks is None and not (self.verify or self.head)
 
     @property
     def may_be_watched(self) -> bool:
         """Was time asked for that a step, as it is, may take?"""
-        return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
+        return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)
 
 
 class ForwardPass:
@@ -118,7 +118,7 @@ class ForwardPass:
 
     def _find_unpack(self) -> None:
         if serves():
-            self._unpack = NODES.record_unpack
+            self._unpack = recorded.LOG.record_unpack
 
     def _first_hook(self, number: int) -> Any:
         """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
@@ -145,6 +145,8 @@ class ForwardPass:
             self._following = None  # it is none of the passes that are planned
         if self._unpack is not unpack:
             self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+            if from_here:
+                self._recorded.begins_within_a_call()
             self.ledger.add(self._recorded.recorded)
             return self._recorded.pack
         around, following = self._frames_around, self._following
@@ -290,7 +292,7 @@ class ForwardPass:
         kept, stock = self.ledger.kept(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
-        return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
+        return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
     def tells_why(self, plan: RebuildPlan | None) -> bool:
         """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for, nor
@@ -352,4 +354,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, getattr(NODES, "record_unpack", unpack))
+    return top is not None and top[1] not in (unpack, recorded.LOG.record_unpack)

@@ -287,7 +287,7 @@ class Packing(CountingHook):
         rates, why = rates_for(goal := self.following.goal, self.device)
         if why is not None:
             self.reasons[why] = 1
-        return pass_of(self.calls, self.reads.made, self.ledger, rates, goal.overhead is not None)
+        return pass_of(self.calls, self.reads.made, self.ledger, rates, goal.promises_time)
 
     def _without_node(self, tensor: Tensor, references: int, frame: FrameType, number: int) -> Value:
         """Parameters, inputs, statistics, pooling indices: held, since no node made them."""

@@ -145,8 +145,7 @@ def plan(goal: Goal, passed: Pass) -> RebuildPlan:
 
     Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
     """
-    asked = goal.overhead
-    if asked is None or passed.whole is None:
+    if not goal.promises_time or passed.whole is None:
         return _plan(goal, passed)
     both = _plan(goal, passed), _plan(goal, passed.whole)
     dear = all(one.is_dear for one in both)
@@ -154,7 +153,7 @@ def plan(goal: Goal, passed: Pass) -> RebuildPlan:
 
 
 def _plan(goal: Goal, made_for: Pass) -> RebuildPlan:
-    asked, hooks = goal.overhead, made_for.share_of_hooks
+    asked, hooks = goal.overhead if goal.promises_time else None, made_for.share_of_hooks
     if asked is not None:
         goal = goal._replace(overhead=max(asked - hooks, 0.0))
     chosen = point_for(made_for.lines, goal)

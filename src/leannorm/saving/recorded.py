@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import device, reasons, rows
+from leannorm.saving import device, log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
@@ -33,9 +33,12 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
 from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
+
+LOG: Any = NODES
+"""Who records: the C++ nodes, or where they are not built the same in Python. `record_in` sets it."""
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -87,7 +90,7 @@ def _source(source: int | str | None) -> tuple[int, int]:
 def _with_flags(flags: Flags, saved: Any) -> Tensor:
     """Rebuild under the forward pass's flags."""
     with flags.set():
-        tensor: Tensor = NODES.record_unpack_now(saved)
+        tensor: Tensor = LOG.record_unpack_now(saved)
         return tensor
 
 
@@ -109,18 +112,18 @@ class _Rows:
 
     def skip(self) -> None:
         """A reader needed no rebuild."""
-        NODES.record_skip(self._saved)
+        LOG.record_skip(self._saved)
 
     def read(self, flags: Flags | None = None) -> Tensor:
         """The whole tensor."""
-        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        tensor: Tensor = LOG.record_unpack_now(self._saved)
         return tensor
 
     def source_of_rows(
         self, cast: Callable[..., Tensor], flags: Flags | None
     ) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
-        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        made: tuple[Tensor, list[torch.dtype]] = LOG.record_rows_of(self._saved)
         return made
 
 
@@ -132,17 +135,24 @@ def _is_captured(tensor: Tensor) -> bool:
     return device.capturing(tensor)
 
 
-if NODES is not None:
-    for _name, _row in OPERATORS.items():
-        _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
-        NODES.set_operator(
-            _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
+def record_in(module: Any) -> None:
+    """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
+    global LOG
+    LOG = module
+    for name, row in OPERATORS.items():
+        formula, sources = _FORMULAS.index(row.formula), list(map(_source, row.sources))
+        LOG.set_operator(
+            name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
-    NODES.set_varying(list(VARYING))
-    NODES.set_capturing(_is_captured)
-    NODES.set_recorded(
+    if module is NODES:
+        NODES.set_varying(list(VARYING))
+        NODES.set_capturing(_is_captured)
+    LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
+
+
+record_in(log if NODES is None else NODES)
 
 
 _SEARCHES: ContextVar[bool] = ContextVar("searches", default=False)
@@ -159,8 +169,14 @@ def searching() -> Iterator[None]:
 
 
 def serves() -> bool:
-    """Is a pass in this thread recorded? `LEANNORM_RECORD=0` searches autograd's nodes instead."""
-    return NODES is not None and os.environ.get("LEANNORM_RECORD") != "0" and not _SEARCHES.get()
+    """Is a pass in this thread recorded? In C++ each is; the log in Python is a mode, of CPU tensors.
+
+    `LEANNORM_RECORD=0` searches autograd's nodes instead.
+    """
+    if os.environ.get("LEANNORM_RECORD") == "0" or _SEARCHES.get():
+        return False
+    own = torch._C._len_torch_dispatch_stack() <= log.own_modes() and not torch.cuda.is_initialized()
+    return LOG is NODES or own
 
 
 def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
@@ -212,11 +228,11 @@ class RecordedPass:
         """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else Way(following, _WHYS)
-        units = Units()
-        if "torch._subclasses.fake_tensor" in sys.modules:
+        self._way = None if following is None else Way(following, _WHYS, LOG)
+        self._units = units = Units()
+        if LOG is NODES and "torch._subclasses.fake_tensor" in sys.modules:
             _know_fakes()
-        self._pass = NODES.RecordedPass(
+        self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
             _SUMS,
@@ -235,7 +251,12 @@ class RecordedPass:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
-        self.pack: Callable[[Tensor], Any] = NODES.record_pack
+        self.pack: Callable[[Tensor], Any] = LOG.record_pack
+
+    def begins_within_a_call(self) -> None:
+        """An operator that runs has asked for the pass. C++ tells by itself what is a part of it."""
+        if isinstance(self._pass, log.RecordedPass):
+            self._pass.begins_within_a_call()
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
@@ -244,6 +265,8 @@ class RecordedPass:
         self._pass.close()
         self.missed = self._pass.missed()
         self.recorded.close()
+        if (unit := self._units.freed_first) is not None:
+            self.recorded.whys[_WHYS.index(reasons.SHARDED)] = reasons.sharded(*wrap_of(unit))
         self.seen = self._pass.packed()
         self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
         met = self._pass.met() if self.seen else 0
@@ -272,6 +295,7 @@ class Recorded:
     def __init__(self, saved: Callable[[], Any]) -> None:
         self._now: Callable[[], Any] | None = saved
         self._then: Any = None
+        self.whys = list(_WHYS)
 
     def close(self) -> None:
         """Remember what is held now."""
@@ -300,6 +324,14 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(_WHYS[why * by_node], of))
+            (
+                name,
+                torch.Size(shape),
+                dtype,
+                nbytes,
+                dropped,
+                None,
+                reasons.made_of(self.whys[why * by_node], of),
+            )
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]
