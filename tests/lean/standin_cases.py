@@ -80,4 +80,4 @@ MODELS = {
     "llama": (lambda: nn.Sequential(Rotary(), Rotary()), TOKENS),
     "unet": (UNet, (4, 3, 16, 16)),
 }
-CASTS = {"cnn", "vit", "llama"}
+CASTS = ("cnn", "vit", "llama")
