@@ -6,12 +6,9 @@ the table of operators, and says in words what the pass kept.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,7 +24,6 @@ from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, Operator
-from leannorm.saving.packing import SMALLEST
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
@@ -62,6 +58,7 @@ _WHYS = (
 )
 # bits of `Met` in log.h
 _MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
+SMALLEST = 1024  # elements, as in log.h; of smaller tensors nothing is told
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -103,14 +100,12 @@ class _Rows:
         """A reader needed no rebuild."""
         NODES.record_skip(self._saved)
 
-    def read(self, flags: Flags | None = None) -> Tensor:
+    def read(self) -> Tensor:
         """The whole tensor."""
         tensor: Tensor = NODES.record_unpack_now(self._saved)
         return tensor
 
-    def source_of_rows(
-        self, cast: Callable[..., Tensor], flags: Flags | None
-    ) -> tuple[Tensor, list[torch.dtype]]:
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
         made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
         return made
@@ -129,31 +124,6 @@ if NODES is not None:
     NODES.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
-
-
-_SEARCHES: ContextVar[bool] = ContextVar("searches", default=False)
-
-
-@contextmanager
-def searching() -> Iterator[None]:
-    """Within it nothing is recorded: `lean()` searches autograd's nodes, as it does on a GPU."""
-    before = _SEARCHES.set(True)
-    try:
-        yield
-    finally:
-        _SEARCHES.reset(before)
-
-
-def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on CPU tensors.
-
-    `LEANNORM_RECORD` is "0" to search autograd's nodes instead, or "1" to record on GPUs, too, which has not
-    run on one yet.
-    """
-    asked = os.environ.get("LEANNORM_RECORD")
-    if NODES is None or asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack():
-        return False
-    return asked == "1" or not torch.cuda.is_initialized()
 
 
 @left_to_python
