@@ -1,7 +1,6 @@
 // The saved-tensor hooks: a tensor is saved by its value, and read back.
 #pragma once
 
-#include "../flags.h"
 #include "freed.h"
 #include "limit.h"
 #include "recorder.h"
