@@ -16,6 +16,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from leannorm import functional, lean
 from leannorm import nn as lnn
+from leannorm.saving.recorded import LOG
 
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
 
@@ -25,6 +26,11 @@ def without_nodes(monkeypatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("leannorm.saving.") and hasattr(module, "NODES"):
             monkeypatch.setattr(module, "NODES", None)
+
+
+def forget_trials() -> None:
+    """As in a process in which no operator was called again yet."""
+    LOG.forget_trials()
 
 
 def assert_trains_as_torch(train: Callable[..., list[Tensor]], settings: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from leannorm.saving import lean
 from leannorm.saving.evidence import bits
-from leannorm.saving.recorded import serves
 
 # small networks cannot meet every budget, and say so
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of reach")

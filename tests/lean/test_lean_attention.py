@@ -12,7 +12,6 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.saving import small
-from leannorm.saving.recorded import serves
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 72, 4, 16
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from leannorm.autograd.nodes import NODES
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean, reasons, trial
-from leannorm.saving.recorded import serves
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:leannorm. budget=.* is out of reach",

@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks.architectures import import_torchvision
 from leannorm import freeze, lean
 from leannorm.saving import small
-from leannorm.saving.recorded import serves
 
 TOKENS, WIDTH, RANK = 128, 64, 8
 ROWS = TOKENS * WIDTH * 2  # bytes of a tensor of bfloat16

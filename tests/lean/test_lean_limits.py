@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import leannorm
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean, make_lean, memo, unmake_lean
-from leannorm.saving.recorded import serves
 
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of reach")
 

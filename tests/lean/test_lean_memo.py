@@ -18,7 +18,6 @@ from torch import nn
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean, memo, packing, small
-from leannorm.saving.recorded import serves
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the memo is a part of the C++ nodes")
 

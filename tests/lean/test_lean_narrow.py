@@ -12,7 +12,7 @@ from leannorm import lean
 from leannorm.report.memory import measure_step
 from leannorm.saving import masks, narrowed, recorded
 from leannorm.saving.evidence import RebuildError
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -14,7 +14,6 @@ from ranks import ranks
 from torch import Tensor, nn
 
 from leannorm.saving import reasons
-from leannorm.saving.recorded import serves
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 

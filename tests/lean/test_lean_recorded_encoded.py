@@ -12,7 +12,7 @@ import torch
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import small
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 

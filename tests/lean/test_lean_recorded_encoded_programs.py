@@ -15,7 +15,7 @@ from torch import nn
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import small
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 

@@ -5,8 +5,8 @@ The names of its caches stand here and nowhere else in the fuzzer.
 
 from __future__ import annotations
 
-from leannorm.autograd.nodes import NODES
 from leannorm.saving import plans, small, watched
+from leannorm.saving.recorded import LOG
 
 
 def forget():
@@ -15,5 +15,4 @@ def forget():
     watched._WATCHED.clear()
     small._LEFT_ALONE.clear()
     small.SMALL = -1  # but where a program asks for it
-    if NODES is not None:
-        NODES.forget_trials()
+    LOG.forget_trials()

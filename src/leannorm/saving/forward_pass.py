@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
@@ -22,7 +21,7 @@ from leannorm.saving.moved import Hooks
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.recorded import RecordedPass
+from leannorm.saving.recorded import LOG, RecordedPass
 from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
@@ -94,8 +93,8 @@ class ForwardPass:
         if self._first is None:
             pack = self._begin()
             if self._timer is not None:
-                pack = timed = TimedPack(pack, NODES.record_unpack, self._timer)
-        self._set = self._stack.enter_context(PassHooks(pack, NODES.record_unpack))
+                pack = timed = TimedPack(pack, LOG.record_unpack, self._timer)
+        self._set = self._stack.enter_context(PassHooks(pack, LOG.record_unpack))
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -139,7 +138,7 @@ class ForwardPass:
     def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if self._is_plain:
             self._following = None  # it is none of the passes that are planned
-        return self._begin(), NODES.record_unpack
+        return self._begin(), LOG.record_unpack
 
     @property
     def _is_left(self) -> bool:
@@ -306,4 +305,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, NODES.record_unpack)
+    return top is not None and top[1] not in (unpack, LOG.record_unpack)

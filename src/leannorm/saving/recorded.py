@@ -33,6 +33,8 @@ from leannorm.saving.units import Units
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
 
+LOG: Any = NODES
+
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
 _FORMULAS = ("", "matrix", "convolution", "attention")
@@ -58,7 +60,7 @@ _WHYS = (
 )
 # bits of `Met` in log.h
 _MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
-SMALLEST = 1024  # elements, as in log.h; of smaller tensors nothing is told
+SMALLEST = 1024  # elements; a smaller tensor is held, and nothing is told of it
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -76,7 +78,7 @@ def _source(source: int | str | None) -> tuple[int, int]:
 def _with_flags(flags: Flags, saved: Any) -> Tensor:
     """Rebuild under the forward pass's flags."""
     with flags.set():
-        tensor: Tensor = NODES.record_unpack_now(saved)
+        tensor: Tensor = LOG.record_unpack_now(saved)
         return tensor
 
 
@@ -98,16 +100,16 @@ class _Rows:
 
     def skip(self) -> None:
         """A reader needed no rebuild."""
-        NODES.record_skip(self._saved)
+        LOG.record_skip(self._saved)
 
     def read(self) -> Tensor:
         """The whole tensor."""
-        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        tensor: Tensor = LOG.record_unpack_now(self._saved)
         return tensor
 
     def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
-        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        made: tuple[Tensor, list[torch.dtype]] = LOG.record_rows_of(self._saved)
         return made
 
 
@@ -115,13 +117,13 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
-if NODES is not None:
+if LOG is not None:
     for _name, _row in OPERATORS.items():
         _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
-        NODES.set_operator(
+        LOG.set_operator(
             _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
         )
-    NODES.set_recorded(
+    LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
 
@@ -164,7 +166,7 @@ class RecordedPass:
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS)
         units = Units()
-        self._pass = NODES.RecordedPass(
+        self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
             _SUMS,
@@ -178,12 +180,13 @@ class RecordedPass:
             other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
+            smallest=SMALLEST,
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
-        self.pack: Callable[[Tensor], Any] = NODES.record_pack
+        self.pack: Callable[[Tensor], Any] = LOG.record_pack
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
