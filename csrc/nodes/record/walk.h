@@ -262,6 +262,14 @@ inline bool has_several_values(const Tensor& t) {
   const Tensor row = t.reshape({-1});
   return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
 }
+// Is one of its numbers normal? Of zeros and denormal ones nearly all kernels make the same.
+inline bool has_normal_numbers(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) return true;
+  const double least = dtype == at::kDouble ? 0x1p-1022 : dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
+  const Below below;
+  return t.abs().ge(least).any().item<bool>();
+}
 // Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
 inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
   int64_t most = 0;
@@ -271,7 +279,8 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
     const Value& x = log.values[in];
     if (several || 2 * x.made.numel() < most) return;
     const auto made = scratch.find(in);
-    several = has_several_values(x.held.defined() || made == scratch.end() ? x.held : made->second);
+    const Tensor& t = x.held.defined() || made == scratch.end() ? x.held : made->second;
+    several = has_several_values(t) && has_normal_numbers(t);
   });
   return several;
 }
