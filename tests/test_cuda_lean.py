@@ -7,6 +7,8 @@ import copy
 import lean_cases
 import pytest
 import torch
+from leannorm.saving.recipes import norms_on_gpu
+from leannorm.saving.recipes.fused_norm_act import same_bits
 from test_cuda import pytestmark, repeatable, same_twice, step  # noqa: F401
 from test_lean import assert_same
 from torch import nn
@@ -14,8 +16,6 @@ from torch import nn
 from leannorm.autograd.nodes import NODES
 from leannorm.ops.backends import TRITON
 from leannorm.saving import device, lean, packing, values
-from leannorm.saving.recipes import norms_on_gpu
-from leannorm.saving.recipes.fused_norm_act import same_bits
 
 BLOCKS = {
     "batch norm": (lambda: lean_cases.around(nn.ReLU(), nn.SiLU()), lean_cases.IMAGE),

@@ -54,7 +54,6 @@ MODELS = {
 }
 
 
-@pytest.mark.usefixtures("searched")
 @pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("batch", [8, 24])
 @pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)

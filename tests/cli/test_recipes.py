@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-
-from leannorm.autograd.nodes import NODES
-from leannorm.cli import main
 from leannorm.report.recipes import ALIVE, NOT_TRIED, RESTING, WRONG, recipe_states
-from leannorm.saving import reasons
 from leannorm.saving.graph import saved
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.steps import Step
+
+from leannorm.autograd.nodes import NODES
+from leannorm.cli import main
+from leannorm.saving import reasons
 
 ELSEWHERE = {
     "CudnnBatchNormBackward0",

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from kernel_cases import EVERY
+from leannorm.saving.recipes import norms_on_gpu
 
 from leannorm import nn
 from leannorm.autograd.nodes import NODES
 from leannorm.ops.backends import TRITON, triton
-from leannorm.saving.recipes import norms_on_gpu
 
 pytestmark = pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64

@@ -197,5 +197,5 @@ def test_attention_weights_behind_a_causal_mask(case, dtype, monkeypatch):
     for _ in range(3):
         saved = lean("conv")
         assert_stock(lambda: model(x * 1).float().square().sum(), [x, *model.parameters()], saved)
-        (weights,) = [r for r in saved.records if r.node in ("SafeSoftmaxBackward0", "aten::_safe_softmax")]
-        assert weights.rebuilt == (rebuilt or serves()), saved.reasons  # a recorded mask is at hand
+        (weights,) = [r for r in saved.records if r.node == "aten::_safe_softmax"]
+        assert weights.rebuilt, saved.reasons

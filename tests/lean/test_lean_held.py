@@ -7,14 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean, make_lean
 from leannorm._errors import InputError
 from leannorm.saving.evidence import RebuildError
-from leannorm.saving.narrowed import references_when_alone
 
 
 class Counting:
@@ -199,40 +197,3 @@ def test_noise_that_is_filled_after_it_was_saved_stays_where_it_is():
                 y = torch.nn.functional.rrelu(x * 1, training=True).sum()
             found.append(torch.autograd.grad(y, x)[0])
         assert torch.equal(*found)
-
-
-def test_who_holds_a_tensor_is_counted_the_same_wherever_it_is_asked_first():
-    counts = {references_when_alone.__wrapped__()}
-    modes = torch.inference_mode, torch.no_grad, FakeTensorMode, lambda: torch.device("meta"), KeepsAll
-    for mode in (*modes, lean_cases.watched_by_the_compiler):
-        with mode():
-            counts.add(references_when_alone.__wrapped__())
-    assert len(counts) == 1
-
-
-@pytest.mark.usefixtures("searched")  # the log keeps nothing of this
-def test_what_comes_back_is_laid_out_as_it_was():
-    """Torch adds an expanded tensor's gradient in another order if it reads a full copy of it."""
-
-    def run(context):
-        torch.manual_seed(0)
-        x = torch.randn(4, 8, 3, 9, 9, requires_grad=True)
-        with context:
-            y = x.cumsum(1).unsqueeze(1).expand(-1, 2, *x.shape[1:])
-            z = nn.functional.selu(y) + nn.functional.selu(x.transpose(1, 3) * 1.0).transpose(1, 3).unsqueeze(
-                1
-            )
-        z.sum().backward()
-        return x.grad
-
-    packed = []
-
-    def pack(tensor):
-        packed.append(tensor.nbytes)
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    stock = run(nullcontext())
-    for recompute in ("norm", "conv"):
-        assert torch.equal(stock, run(lean(recompute, held=(pack, lambda copy: copy))))
-    assert packed
-    assert max(packed) == 4 * 8 * 3 * 9 * 9 * 4  # the expanded one is packed once

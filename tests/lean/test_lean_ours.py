@@ -69,8 +69,6 @@ def of_edited_weights(net, loss, x, leaves):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.sampled(of=3)
 def test_each_backward_pass(norm, context, backward, request):
-    if norm == "frozen" and backward is of_later_weights:  # the log has no copy, and raises an error
-        request.getfixturevalue("searched")
     if context == "save_on_cpu" and backward is of_edited_weights:
         pytest.skip("torch's copies tell no version")
     conv, made = torch.nn.Conv2d, NORMS[norm]

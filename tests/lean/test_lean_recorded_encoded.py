@@ -22,9 +22,8 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
     monkeypatch.setattr(small, "SMALL", -1)
-    NODES.forget_trials()
+    forget_trials()
 
 
 class Reads(torch.autograd.Function):

@@ -11,7 +11,6 @@ from lean_cases import assert_as_stock, forget_trials
 from torch import nn
 
 
-
 @pytest.fixture(autouse=True)
 def nothing_remembered():
     forget_trials()

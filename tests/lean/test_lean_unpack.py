@@ -10,6 +10,7 @@ from torch import nn
 
 from leannorm.saving import flags, lean
 
+
 def net():
     torch.manual_seed(3)
     layers = [m for _ in range(3) for m in (nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.SiLU())]
@@ -71,7 +72,9 @@ def test_a_graph_of_the_backward_pass():
 
 
 def test_what_was_edited():
-    stock, _ = backward(model := net(), contextlib.nullcontext(), between=lambda: model[0].weight.data.mul_(2))
+    stock, _ = backward(
+        model := net(), contextlib.nullcontext(), between=lambda: model[0].weight.data.mul_(2)
+    )
     found, saved = backward(model := net(), lean("conv"), between=lambda: model[0].weight.data.mul_(2))
     assert same(found, stock)  # of a small weight a copy is kept
     assert saved.rebuilt_bytes

@@ -98,7 +98,7 @@ def parts_that_overlap(x, other):
 
 
 REBUILT = [residual, without_a_factor, views_of_views, several_times, broadcast, of_a_wider_dtype]
-REBUILT += [of_a_narrower_dtype, new_memory_in_parts, parts_that_overlap]
+REBUILT += [of_a_narrower_dtype, parts_that_overlap]
 
 
 def zeros_where_no_part_is(x, other):
@@ -182,7 +182,13 @@ def beside_its_base(x, other):
     return base * x
 
 
-OTHERS = [zeros_where_no_part_is, ones_before_its_parts, read_before_all_is_filled, a_part_of_another_dtype]
+OTHERS = [
+    new_memory_in_parts,
+    zeros_where_no_part_is,
+    ones_before_its_parts,
+    read_before_all_is_filled,
+    a_part_of_another_dtype,
+]
 OTHERS += [edited_between, edited_through_data, filled_and_edited, added_without_a_gradient]
 OTHERS += [of_imaginary_parts, of_itself, by_strides, beside_its_base]
 
