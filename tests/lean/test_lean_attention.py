@@ -177,18 +177,18 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=
 
 
 MASKED = {
-    "causal": (of_transformers, {}, True),
-    "causal, scaled": (of_transformers, {"scaling": 0.3}, True),
-    "a mask is given": (of_transformers, {"attention_mask": MASK}, False),
-    "not causal": (of_transformers, {"is_causal": False}, True),
-    "in others' function": (sdpa_attention_forward, {"is_causal": True}, False),
+    "causal": (of_transformers, {}),
+    "causal, scaled": (of_transformers, {"scaling": 0.3}),
+    "a mask is given": (of_transformers, {"attention_mask": MASK}),
+    "not causal": (of_transformers, {"is_causal": False}),
+    "in others' function": (sdpa_attention_forward, {"is_causal": True}),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", MASKED)
 def test_attention_weights_behind_a_causal_mask(case, dtype, monkeypatch):
-    attend, call, rebuilt = MASKED[case]
+    attend, call = MASKED[case]
     module = sys.modules.get("transformers.integrations.sdpa_attention")
     if attend is sdpa_attention_forward and module is not None:
         monkeypatch.setattr(module, "sdpa_attention_forward", attend)

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean, make_lean
 from leannorm._errors import InputError
-from leannorm.saving.evidence import RebuildError
 
 
 class Counting:
@@ -120,10 +119,9 @@ BY = {
 }
 
 
-@pytest.mark.usefixtures("searched")  # the log sees that edit, and has the bits
 @pytest.mark.parametrize("hooks", BY)
-def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
-    """What they bring back from elsewhere is theirs, edited or in fewer bytes: as by torch's own hooks."""
+def test_an_edit_through_data_of_what_hooks_have(hooks):
+    """The log sees it before it happens; what hooks bring back in fewer bytes is theirs."""
 
     def gradient(context):
         torch.manual_seed(0)
@@ -137,12 +135,8 @@ def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
         loss.backward()
         return bias.grad
 
-    if hooks in ("copy", "in fewer bytes"):
-        found = gradient(lean(held=BY[hooks]))
-        torch.testing.assert_close(found, gradient(nullcontext()), rtol=0.02, atol=0)
-    else:
-        with pytest.raises(RebuildError, match="edited where autograd does not see it"):
-            gradient(lean(held=BY[hooks]))
+    found, stock = gradient(lean(held=BY[hooks])), gradient(nullcontext())
+    torch.testing.assert_close(found, stock, rtol=0.02 if hooks == "in fewer bytes" else 0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. .* is kept, since")

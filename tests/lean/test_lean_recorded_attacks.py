@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from lean_cases import forget_trials
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lean_cases import forget_trials
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
