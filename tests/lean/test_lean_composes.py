@@ -146,7 +146,7 @@ class TestSameAsStock:
                 loss = model[4:](checkpoint(model[3], x, **CHECKPOINTS[kind])).square().mean()
             return gradients(model, [loss])
 
-        lean_cases.forget_trials()  # a trial in the forward pass must not count as one of the checkpoint's calls
+        lean_cases.forget_trials()  # a trial is none of the checkpoint's calls
         assert_same(run(context := lean(**setting)), run(Stock()))
         assert context.rebuilt_bytes > 0
 

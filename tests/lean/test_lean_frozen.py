@@ -125,12 +125,9 @@ def test_products_with_a_frozen_bias_are_rebuilt(name, weight):
     stock = [x, *trained(layer)]
     assert_stock(run, stock, saved)
     if weight == "frozen weight" or name == "linear":
-        kinds = {"linear": ("AddmmBackward0", "aten::addmm")}.get(
-            name, ("ConvolutionBackward0", "aten::convolution")
-        )
-        assert not any(held(saved, kind) for kind in kinds)
-        views = "SqueezeBackward1", "ViewBackward0"
-        assert any(r.node in (*kinds, *views) and r.rebuilt for r in saved.records)
+        operator = "aten::addmm" if name == "linear" else "aten::convolution"
+        assert not held(saved, operator)
+        assert any(r.node == operator and r.rebuilt for r in saved.records)
 
 
 def test_a_frozen_bias_may_be_edited_before_the_backward_pass():
@@ -161,7 +158,7 @@ def test_a_multiple_by_a_number_is_rebuilt(number, dtype, divided):
         return torch.exp((y / number if divided else y * number).sigmoid()).sum()
 
     assert_stock(run, [x], saved)
-    assert held(saved, "SigmoidBackward0") == 0
+    assert held(saved, "aten::sigmoid") == 0
 
 
 def test_a_scalar_tensor_that_is_edited_is_no_number():

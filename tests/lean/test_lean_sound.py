@@ -7,11 +7,9 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import without_nodes
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from leannorm.saving import evidence, lean, reasons
+from leannorm.saving import lean, reasons
 
 BOTH = [pytest.param({"recompute": r}, id=r) for r in ("norm", "conv")]
 IMAGE = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -254,40 +252,6 @@ def test_edits_that_stock_refuses_are_refused():
             loss.backward()
 
 
-def test_a_sample_sees_what_optimizers_do():
-    w = torch.randn(64, 64)
-    sample = evidence.sample_of(w)
-    assert evidence.matches(sample, w)
-    w[0, 0] = float("nan")
-    again = evidence.sample_of(w)
-    assert evidence.matches(again, w)
-    w.mul_(1.0000001)
-    assert not evidence.matches(again, w)
-    w.data = torch.randn(8, 8)
-    assert not evidence.matches(again, w)
-    zeros_where_it_is_read = torch.randn(64, 256)
-    zeros_where_it_is_read[[0, 21, 42, 63]] = 0
-    sample = evidence.sample_of(zeros_where_it_is_read)
-    zeros_where_it_is_read.mul_(2)
-    assert not evidence.matches(sample, zeros_where_it_is_read)
-
-
-@pytest.mark.skipif(evidence.NODES is None, reason="the C++ nodes are not built")
-def test_the_nodes_read_the_same_sample(monkeypatch):
-    made = torch.randn(64, 3, 16, 16)
-    tensors = [made, made[:, :2], made.mT, made[:1, :, :2], made.to(memory_format=torch.channels_last)]
-    tensors += [torch.zeros(64, 64), torch.zeros(600), torch.eye(64), torch._efficientzerotensor(64, 64)]
-    tensors += [made[:0], made.double(), made.bfloat16()[1:], made > 0, made.to_sparse(), made.to("meta")]
-    tensors += [nn.Parameter(made), made[0, 0, 0, 0], made.expand(2, *made.shape), made.to(torch.complex64)]
-    with FakeTensorMode():
-        tensors.append(torch.empty(64, 64))
-    ours = [evidence.sample_of(tensor) for tensor in tensors]
-    without_nodes(monkeypatch)
-    assert ours == [evidence.sample_of(tensor) for tensor in tensors]
-    assert None in ours
-    assert sum(sample is not None for sample in ours) > 8
-
-
 @pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
 def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
     def program(context):
@@ -300,24 +264,11 @@ def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
         with context() as saved:
             loss = other(F.silu(norm(conv(x)))).square().sum()
         if saved is not None:
-            norms = "NativeBatchNormBackward0", "aten::native_batch_norm"
-            assert any(r.rebuilt and r.node in norms for r in saved.records)
+            assert any(r.rebuilt and r.node == "aten::native_batch_norm" for r in saved.records)
         loss.backward()
         return conv.weight.grad, x.grad, *(p.grad for p in norm.parameters())
 
     assert_as_stock(program)
-
-
-def test_a_version_is_watched_without_the_memory(with_and_without_nodes):
-    for made in (torch.randn(64, 64), torch.randn(64, 64).double()[:, 1], nn.Parameter(torch.ones(3))):
-        watch = evidence.version_of(made)
-        assert watch._version == made._version
-        made.detach().zero_()
-        assert watch._version == made._version
-        assert watch.numel() == 0
-        assert watch.dtype == made.dtype
-    with FakeTensorMode():
-        assert evidence.version_of(torch.empty(8)) is None
 
 
 def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
