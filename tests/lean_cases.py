@@ -16,7 +16,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from leannorm import functional, lean
 from leannorm import nn as lnn
-from leannorm.saving.recorded import LOG
+from leannorm.saving import recorded
 
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
 
@@ -30,7 +30,7 @@ def without_nodes(monkeypatch) -> None:
 
 def forget_trials() -> None:
     """As in a process in which no operator was called again yet."""
-    LOG.forget_trials()
+    recorded.LOG.forget_trials()
 
 
 def assert_trains_as_torch(train: Callable[..., list[Tensor]], settings: dict[str, Any]) -> None:

@@ -5,8 +5,7 @@ The names of its caches stand here and nowhere else in the fuzzer.
 
 from __future__ import annotations
 
-from leannorm.saving import plans, small, watched
-from leannorm.saving.recorded import LOG
+from leannorm.saving import plans, recorded, small, watched
 
 
 def forget():
@@ -15,4 +14,4 @@ def forget():
     watched._WATCHED.clear()
     small._LEFT_ALONE.clear()
     small.SMALL = -1  # but where a program asks for it
-    LOG.forget_trials()
+    recorded.LOG.forget_trials()

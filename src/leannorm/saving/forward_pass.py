@@ -14,14 +14,14 @@ from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import Goal
 from leannorm.planning.loop import PLAIN
-from leannorm.saving import limit, reasons, small, timing, watched
+from leannorm.saving import limit, reasons, recorded, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.recorded import LOG, RecordedPass
+from leannorm.saving.recorded import RecordedPass
 from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
@@ -93,8 +93,8 @@ class ForwardPass:
         if self._first is None:
             pack = self._begin()
             if self._timer is not None:
-                pack = timed = TimedPack(pack, LOG.record_unpack, self._timer)
-        self._set = self._stack.enter_context(PassHooks(pack, LOG.record_unpack))
+                pack = timed = TimedPack(pack, recorded.LOG.record_unpack, self._timer)
+        self._set = self._stack.enter_context(PassHooks(pack, recorded.LOG.record_unpack))
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -138,7 +138,7 @@ class ForwardPass:
     def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if self._is_plain:
             self._following = None  # it is none of the passes that are planned
-        return self._begin(), LOG.record_unpack
+        return self._begin(), recorded.LOG.record_unpack
 
     @property
     def _is_left(self) -> bool:
@@ -178,27 +178,27 @@ class ForwardPass:
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
-        recorded, following = self._recorded, self._following
+        made, following = self._recorded, self._following
         if self._freed_within or self.refused is not None:  # what is left says neither the size nor a plan
             return None
         if self._watch is not None and self._timer is not None:
             self._watch.timers.append(self._timer)
-        if recorded is None:
+        if made is None:
             self._was_left()
             return None if self._watch is None else self._watch.plan
-        if self._place is not None and recorded.seen:
+        if self._place is not None and made.seen:
             small.note(self._place, self._seen())
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
-        if following is None or not recorded.calls:  # there is nothing to plan
+        if following is None or not made.calls:  # there is nothing to plan
             return None
         nbytes = self.ledger.all_bytes()
         try:
             before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
             share = (self.ledger.kept() - before) / max(nbytes - before, 1)
-            self._of_plans = following.end(recorded.calls, recorded.passed, share)
+            self._of_plans = following.end(made.calls, made.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
-            recorded.reasons[reasons.no_plan(error)] = 1
+            made.reasons[reasons.no_plan(error)] = 1
             return None
         if self._watch is not None:
             self._note_followed(self._watch, following)
@@ -305,4 +305,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, LOG.record_unpack)
+    return top is not None and top[1] not in (unpack, recorded.LOG.record_unpack)

@@ -34,6 +34,7 @@ from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
 
 LOG: Any = NODES
+"""Who records: the C++ nodes, or where they are not built the same in Python. `record_in` sets it."""
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -117,15 +118,22 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
-if LOG is not None:
-    for _name, _row in OPERATORS.items():
-        _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
+def record_in(module: Any) -> None:
+    """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
+    global LOG
+    LOG = module
+    for name, row in OPERATORS.items():
+        formula, sources = _FORMULAS.index(row.formula), list(map(_source, row.sources))
         LOG.set_operator(
-            _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
+            name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
     LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
+
+
+if NODES is not None:
+    record_in(NODES)
 
 
 @left_to_python
@@ -164,7 +172,7 @@ class RecordedPass:
         """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else Way(following, _WHYS)
+        self._way = None if following is None else Way(following, _WHYS, LOG)
         units = Units()
         self._pass = LOG.RecordedPass(
             policy.products,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
@@ -16,13 +15,13 @@ from leannorm.saving.recorded_timeline import Timeline
 
 
 class Way:
-    """One pass's way along a plan. C++ follows it by position, and asks where the pass is not as planned.
+    """One pass's way along a plan. The log follows it by position, and asks where the pass is not as planned.
 
-    `whys`: the sentences for `Why` in log.h.
+    `whys`: the sentences for `Why` in log.h; `log`: who records.
     """
 
-    def __init__(self, following: Following, whys: tuple[str, ...]) -> None:
-        self.following, self._whys = following, whys
+    def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
+        self.following, self._whys, self._log = following, whys, log
         self._calls: list[Call] = []
         self.failed: Exception | None = None
 
@@ -45,7 +44,7 @@ class Way:
         return self._calls
 
     def _reach(self, place: int) -> None:
-        """What C++ has seen since it asked last was as planned."""
+        """What the log has seen since it asked last was as planned."""
         if len(self._calls) < place:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
@@ -62,7 +61,7 @@ class Way:
             plan = entry.plan
             whys = [self._why(place) for place in range(len(plan.rebuild))]
             reason, of = [why for why, _ in whys], [of for _, of in whys]
-            entry.places = NODES.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
+            entry.places = self._log.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
         return entry.places
 
     def passed(self, told: tuple[Any, ...], count: int, said: Counter[str]) -> Pass:

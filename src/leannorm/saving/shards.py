@@ -42,6 +42,16 @@ def shared_as(local: Tensor, spec: Any) -> Tensor:
     return made
 
 
+def counter_of(tensor: Tensor) -> Tensor | None:
+    """A tensor without memory that shares the version counter of a DTensor; None for all else."""
+    local = local_of(tensor)
+    if local is None:
+        return None
+    counter: Any = tensor.detach()
+    counter._local_tensor = local.new_empty(0)
+    return counter  # type: ignore[no-any-return]
+
+
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of the tensor on this rank; of a sparse one, of its values and where they are."""
     local = local_of(tensor)
