@@ -67,7 +67,7 @@ _BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
         "gelu": lambda x, leaf: F.gelu(x),
         "hardtanh": lambda x, leaf: F.hardtanh(x),
         "leaky_relu": lambda x, leaf: F.leaky_relu(x),
-        "elu": lambda x, leaf: F.elu(x),
+        "aten::elu": lambda x, leaf: F.elu(x),
         "celu": lambda x, leaf: F.celu(x),
         "softplus": lambda x, leaf: F.softplus(x),
         "glu": lambda x, leaf: F.glu(x, 1),

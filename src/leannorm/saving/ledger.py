@@ -16,8 +16,8 @@ class Record(NamedTuple):
     """One tensor that the forward pass saved: what made it, its bytes, and whether it is rebuilt.
 
     `node`: the operator that made it, "" where none was seen. `bytes`: of its storage, or 0 if an earlier
-    record has counted that storage; so records add up to `kept_bytes` and `rebuilt_bytes`. `seconds`: None,
-    as operators are not timed. `why`: of an operation's output that is held, the reason.
+    record has counted that storage; so records add up to `kept_bytes` and `rebuilt_bytes`. `why`: of an
+    operation's output that is held, the reason.
     """
 
     node: str
@@ -25,11 +25,10 @@ class Record(NamedTuple):
     dtype: torch.dtype
     bytes: int
     rebuilt: bool
-    seconds: float | None
     why: str = ""
 
 
-Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the fields of a Record
+Row = tuple[str, torch.Size, torch.dtype, int, bool, str]  # the fields of a Record
 
 
 class Rows(Protocol):
@@ -88,4 +87,4 @@ def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
         nbytes = 0 if place in seen else nbytes
         seen |= {place} if place else set()
         shape = torch.Size([tensor.numel()]) if tensor.is_nested else tensor.shape
-        yield "", shape, tensor.dtype, nbytes, False, None, ""
+        yield "", shape, tensor.dtype, nbytes, False, ""

@@ -85,7 +85,7 @@ HEAD_OF_UNITS = (
     " free a layer's weight before its logits are read"
 )
 # Why an operation's output is kept, as records say it
-NO_RECIPE = "lean() has no recipe for it"
+NEVER = "lean() does not call it again: it draws random numbers, sends, or writes into its arguments"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
 PLANNED = "the plan keeps it"
@@ -107,7 +107,7 @@ _ALWAYS_SAID = (
     OTHER_THREAD,
     KEPT,
     SMALLER,
-    NO_RECIPE,
+    NEVER,
     NOT_AT_HAND,
     TOO_DEEP,
     OTHER_BITS,
@@ -143,7 +143,7 @@ _FEWER, _LOWER = 0.8, 0.95  # of plain PyTorch's bytes and peak: more is no fewe
 def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
     """A sentence for each kind of node and reason, of which a twentieth of all bytes is kept."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
-    for node, _, _, nbytes, is_rebuilt, _, why in rows:
+    for node, _, _, nbytes, is_rebuilt, why in rows:
         stock += nbytes
         rebuilt += nbytes * is_rebuilt
         if why:
@@ -195,7 +195,7 @@ def unmeasured(more: int, free: int) -> str:
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """A recipe raised an error, or its trial did: the tensor is kept."""
+    """Hooks of the user's raised an error: the tensor is kept."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
     return f"an output of {made_by} is kept, since rebuilding it failed with {type(error).__name__}: {text}"

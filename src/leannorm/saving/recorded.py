@@ -44,7 +44,7 @@ _NOTHING, _ARGUMENT, _RESULT = range(3)  # as Source in rules.h
 # in the order of `Why` in log.h
 _WHYS = (
     "",
-    reasons.NO_RECIPE,
+    reasons.NEVER,
     reasons.NOT_REPEATED,
     reasons.NOT_AT_HAND,
     reasons.TOO_DEEP,
@@ -257,6 +257,6 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(_WHYS[why * by_node], of))
+            (name, torch.Size(shape), dtype, nbytes, dropped, reasons.made_of(_WHYS[why * by_node], of))
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]
