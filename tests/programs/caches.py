@@ -5,7 +5,12 @@ The names of its caches stand here and nowhere else in the fuzzer.
 
 from __future__ import annotations
 
-from leannorm.saving import plans, recorded, small, watched
+import os
+
+from leannorm.saving import log, plans, recorded, small, watched
+
+if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not built
+    recorded.record_in(log)
 
 
 def forget():

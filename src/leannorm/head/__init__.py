@@ -1,10 +1,10 @@
-"""How does a language model's loss come about without its logits?
+"""How is a language model's loss computed without its logits?
 
-`lean(head=True)` opens a `Heads` (`defer.py`): a large linear layer gives `Logits` (`logits.py`), which know
-what they would be computed from (`formula.py`). Losses, log-probabilities and entropies (`readers.py`) take
-what they need of them from one function that computes them some columns at a time (`columns.py`). Views,
-casts, scales and sums of logits are logits again (`forms.py`). Everything else gets the tensor, and `told.py`
-says so.
+`lean(head=True)` opens a `Heads` (`defer.py`): a large linear layer returns `Logits` (`logits.py`), which
+store what they would be computed from (`formula.py`). Losses, log-probabilities and entropies (`readers.py`)
+call one function that computes logits a block of columns at a time (`columns.py`). Views, casts, scales and
+sums of logits are logits again (`forms.py`). Every other operator gets the computed tensor, and `told.py`
+reports which one it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a loss needs of each row of logits, some columns at a time, and the gradients of rows and weights.
+"""Reductions over each row of logits, a block of columns at a time, and their gradients.
 
     lse[i] = log Σ_j exp(y[i, j])        picked[i, k] = y[i, index[i, k]]
     mean[i] = Σ_j softmax(y)[i, j] · y[i, j]        total[i] = Σ_j weights[j] · y[i, j]
@@ -7,9 +7,9 @@
                + Σ_k dpicked[i, k] · (index[i, k] = j) + dtotal[i] · weights[j],
     p[i, j] = exp(y[i, j] − lse[i])
 
-The columns of y are made twice, in the forward and in the backward pass. The gradient of some rows of a
-weight is one product over all tokens, as in torch; that of the hidden rows is added up over the columns, in
-float32.
+The columns of y are computed twice, in the forward and in the backward pass. The gradient of a block of the
+weight's rows is one product over all tokens, as in torch; the gradient of the hidden rows is summed over the
+blocks in float32.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.autograd import Function
 from leannorm.head.formula import Formula, Product, Slot, evaluate, flat, unflat, without_autocast
 
 _ELEMENTS, _ON_DEVICE = 1 << 22, 1 << 27  # of a block
-_PART = 1 << 18  # elements of its rows that are taken together on a CPU
-_FEWEST = 256  # columns: a product of fewer is slow
+_PART = 1 << 18  # elements of a block that are processed together on a CPU
+_FEWEST = 256  # columns: narrower products are slow
 
 
 class Wanted(NamedTuple):
-    """Which of the four are asked for, of which logits."""
+    """The formula and dtypes of the logits, and which of the reductions a caller needs."""
 
     formula: Formula
     dtypes: tuple[torch.dtype, ...]
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The answers; None is what was not asked for."""
+    """The four reductions; None if it was not requested."""
 
     lse: Tensor | None
     picked: Tensor | None
@@ -55,7 +55,7 @@ def rows_of(
     lse: bool = True,
     mean: bool = False,
 ) -> Rows:
-    """Of every row of these logits, whose products have rows (N, H); `index` is (N, k)."""
+    """Reduce every row of the logits; the products have rows (N, H), `index` is (N, k)."""
     device = products[0].rows.device.type
     wanted = Wanted(formula, tuple(p.dtype for p in products), lse or mean, mean)
     with without_autocast(device):
@@ -64,19 +64,19 @@ def rows_of(
 
 
 def blocks(rows: int, width: int, device: str) -> Iterator[tuple[int, int]]:
-    """The columns of each block."""
+    """The first and last column of each block."""
     most = _ELEMENTS if device == "cpu" else _ON_DEVICE
     step = max(most // max(rows, 1), _FEWEST)
     return ((a, min(a + step, width)) for a in range(0, width, step))
 
 
 def precise(y: Tensor) -> Tensor:
-    """In the dtype of the arithmetic."""
+    """Cast to the dtype of the arithmetic: float32, or float64 for float64."""
     return y if y.dtype in (torch.float32, torch.float64) else y.float()
 
 
 def argmax(formula: Formula, products: list[Product]) -> Tensor:
-    """The column of the largest value of each row; of equal ones the first."""
+    """The column of the largest value in each row; the first of several equal ones."""
     best: Tensor | None = None
     at: Any = None
     rows, width = products[0].rows.shape[0], products[0].weight.shape[0]
@@ -94,7 +94,7 @@ def argmax(formula: Formula, products: list[Product]) -> Tensor:
 
 
 def _within(index: Tensor, a: int, b: int) -> tuple[Tensor, Tensor]:
-    """The index in the columns from `a` to `b`, and which of its values lie there."""
+    """The index relative to column `a`, and a mask of the values that lie between `a` and `b`."""
     return (index - a).clamp(0, b - a - 1), (index >= a) & (index < b)
 
 
@@ -138,7 +138,7 @@ class _Columns(Function):
 
 
 def _parts(values: list[Tensor]) -> Iterator[slice]:
-    """Rows of a block, so few that what is made of them stays in a CPU's cache."""
+    """Split a block into parts of so few rows that temporaries stay in a CPU's cache."""
     n, width = values[0].shape
     step = max(_PART // width, 1) if values[0].device.type == "cpu" else n
     return (slice(start, start + step) for start in range(0, n, step))
@@ -147,7 +147,7 @@ def _parts(values: list[Tensor]) -> Iterator[slice]:
 def _forward(
     wanted: Wanted, values: list[Tensor], index: Any, weights: Any, a: int, b: int
 ) -> tuple[Tensor | None, ...]:
-    """What a block of columns adds: to lse, the picked ones, mean and total."""
+    """The contribution of a block of columns to lse, picked, mean and total."""
     found = list[tuple[Tensor | None, ...]]()
     for part in _parts(values):
         y = precise(evaluate(wanted.formula, [v[part] for v in values]))
@@ -172,14 +172,14 @@ def _forward(
 def _gradients(
     wanted: Wanted, products: list[Product], needed: Any, kept: Any, grads: Any
 ) -> list[Tensor | None]:
-    """Those of rows, weights and biases, by blocks of columns."""
+    """The gradients of rows, weights and biases, computed by blocks of columns."""
     n, width, device = len(products[0].rows), len(products[0].weight), products[0].rows.device.type
     tensors = flat(products)
     made: list[Tensor | None] = [None] * len(tensors)
     for i, (t, need) in enumerate(zip(tensors, needed, strict=True)):
         if need and t is not None:
             made[i] = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-            if i % 3 == 0:  # added up, in float32 or float64
+            if i % 3 == 0:  # summed over the blocks, in float32 or float64
                 made[i] = torch.zeros(
                     t.shape, dtype=torch.promote_types(t.dtype, torch.float32), device=t.device
                 )
@@ -208,7 +208,7 @@ def _gradients(
 def _differentiate(
     formula: Formula, values: list[Tensor], part: slice, a: int, b: int, kept: Any, grads: Any
 ) -> None:
-    """Write the gradients of some rows and columns of each product over their values."""
+    """Overwrite the values of a part of each product with their gradients."""
     plain = type(formula) is Slot
     leaves = values if plain else [v.detach().clone().requires_grad_() for v in values]
     with torch.set_grad_enabled(not plain):
@@ -221,7 +221,7 @@ def _differentiate(
 
 
 def _of_logits(y: Tensor, part: slice, a: int, b: int, kept: Any, grads: Any) -> Tensor:
-    """dy of these rows and columns."""
+    """dy for these rows and columns."""
     index, weights, lse, mean = kept
     of_lse, of_picked, of_mean, of_total = (None if g is None else g[part].to(y.dtype) for g in grads)
     if of_lse is None and of_mean is None:
@@ -244,7 +244,7 @@ def _of_logits(y: Tensor, part: slice, a: int, b: int, kept: Any, grads: Any) ->
 def _differentiable(
     wanted: Wanted, index: Any, weights: Any, tensors: Any, needed: Any, grads: Any
 ) -> list[Tensor | None]:
-    """The gradients as a graph, of whole logits (`create_graph=True`)."""
+    """The gradients with a graph of their own (`create_graph=True`), from all logits at once."""
     products = unflat(tensors, wanted.dtypes)
     y = precise(evaluate(wanted.formula, [p.columns(0, len(p.weight)) for p in products]))
     outputs = [

@@ -1,4 +1,4 @@
-"""Which linear layers give `Logits`: those whose outputs are many more than their inputs, within a pass."""
+"""Makes linear layers with many more outputs than inputs return `Logits` within a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leannorm.head.logits import Logits
 from leannorm.head.told import Told
 from leannorm.ops.modes import exporting, recording, traced, transformed
 
-_FACTOR = 3  # outputs of an input: those of a query, a key and a value together are no more
+_FACTOR = 3  # outputs per input; a fused projection to query, key and value has three
 _LEAST = 256  # outputs
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _LINEAR = {F.linear, *_PRODUCTS}
@@ -27,7 +27,7 @@ SUBCLASS = (
 
 
 class Heads(TorchFunctionMode):
-    """Within it, and in its thread, a head gives `Logits`. `refusal()`: why it may not now, or None."""
+    """A mode in which heads return `Logits`, unless `refusal()` returns a reason against it."""
 
     def __init__(self, told: Told, refusal: Callable[[], str | None]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Heads(TorchFunctionMode):
         torch._C._push_on_torch_function_stack(self)
 
     def close(self) -> None:
-        """Remove the mode. Of tasks that take turns in one thread, the first to end may lie below others."""
+        """Remove the mode, which may lie below others if several tasks alternate in one thread."""
         self.told.close()
         above = []
         while torch._C._len_torch_function_stack():

@@ -1,4 +1,4 @@
-"""Logits that are made of logits: views, rows, casts, scales, soft caps and sums of them."""
+"""Operators whose result is logits again: views, slices of rows, casts, scales, soft caps and sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leannorm.head.logits import READERS, Logits
 
 
 def reads(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Put a reader into the table, by the functions of torch that it is for."""
+    """Register a reader for these functions of torch."""
 
     def put(reader: Callable[..., Any]) -> Callable[..., Any]:
         READERS.update(dict.fromkeys((f for f in functions if f is not None), reader))
@@ -24,27 +24,27 @@ def reads(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def both(*names: str) -> list[Any]:
-    """The functions of these names in torch and the methods of tensors."""
+    """The functions and the tensor methods with these names."""
     return [f for n in names for f in (getattr(torch, n, None), getattr(Tensor, n, None)) if f is not None]
 
 
 def is_open(x: Any, *kinds: str) -> bool:
-    """Are these logits that nobody has asked the values of?"""
+    """Whether `x` is `Logits` (of these kinds) that were not computed yet."""
     return isinstance(x, Logits) and not x.computed and x.kind in (kinds or (x.kind,))
 
 
 def is_last(x: Logits) -> bool:
-    """Is the vocabulary the last axis?"""
+    """Whether the vocabulary is the last axis."""
     return x.axis == x.dim() - 1
 
 
 def shape_of(x: Logits) -> Tensor:
-    """A tensor of its shape, strides and dtype, without memory."""
+    """A meta tensor with the shape, strides and dtype of `x`."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def derived(x: Logits, like: Tensor, func: Any, args: Any, kwargs: Any, **fields: Any) -> Logits:
-    """What `func(x, *args)` gives."""
+    """The logits that `func(x, *args)` would return."""
     x.check()
     fields = {"formula": x.formula, "products": x.products, "kind": x.kind, "axis": x.axis} | fields
     with torch._C.DisableTorchFunctionSubclass():
@@ -62,7 +62,7 @@ def _name(func: Any) -> str:
 
 
 def part(func: Any, number: int) -> Callable[..., Any]:
-    """`func`, of whose results one is taken."""
+    """A function that returns one of the results of `func`."""
 
     def one(*args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)[number]
@@ -87,7 +87,7 @@ _OF_ROWS = "flatten squeeze unsqueeze select narrow split chunk tensor_split unb
 
 @reads(*both(*_OF_ROWS.split()))
 def _rows(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same on the rows of the products, if that leaves the vocabulary alone."""
+    """Run `func` on the rows of the products, unless it changes the axis of the vocabulary."""
     if not is_open(x) or not is_last(x):
         return NotImplemented
     likes, width = func(shape_of(x), *args, **kwargs), x.shape[-1]
@@ -150,7 +150,7 @@ def _getitem(func: Any, x: Any, index: Any) -> Any:
 
 
 def _leaves_last(dims: int, index: Any) -> bool:
-    """Does the index take all of the last axis?"""
+    """Whether the index keeps all of the last axis."""
     items = index if isinstance(index, tuple) else (index,)
     used = []
     for i in items:
@@ -177,7 +177,7 @@ def _leaves_last(dims: int, index: Any) -> bool:
 
 @reads(*both("transpose", "permute", "movedim", "swapaxes", "t"), Tensor.mT.__get__, Tensor.T.__get__)  # type: ignore[attr-defined]
 def _transpose(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Axes in another order; readers ask where the vocabulary went."""
+    """Permute axes; the result stores where the vocabulary went."""
     if not is_open(x, "logits", "log_softmax"):
         return NotImplemented
     like = func(shape_of(x), *args, **kwargs)
@@ -219,7 +219,7 @@ _SCALES += " __sub__ __truediv__ __neg__ __rsub__"
 
 @reads(*both(*_SCALES.split()), torch.nn.functional.tanh)
 def _scale(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operator on each element and some numbers, or the sum of two."""
+    """An elementwise operator with numbers, or the sum of two logits."""
     if len(args) == 1 and isinstance(args[0], Logits):
         return _sum(func, x, args[0], kwargs)
     reverse = not isinstance(x, Logits) and len(args) == 1 and isinstance(args[0], Logits)
@@ -245,7 +245,7 @@ _SUMS = {*both("add", "sub", "__add__", "__sub__")}
 
 
 def _sum(func: Any, x: Any, other: Logits, kwargs: Any) -> Any:
-    """Of a product and a second one, as of a layer and its adapter."""
+    """The sum of two logits, such as those of a layer and of its adapter."""
     fit = func in _SUMS and is_open(x, "logits") and is_open(other, "logits")
     if not fit and _is_number(x) and is_open(other, "logits") and not kwargs:  # 2 * logits
         return _of_number(func, x, other)
@@ -281,7 +281,7 @@ _PRODUCTS = {*both("mul", "multiply", "__mul__")}
 
 
 def _weighted(func: Any, x: Logits, other: Logits) -> Any:
-    """Softmax times logits, or times its own logarithm, of which a sum over the vocabulary is read."""
+    """Softmax times logits, or times log-softmax, whose sum over the vocabulary is an entropy."""
     if func not in _PRODUCTS or x.formula is not other.formula or len(x.products) != len(other.products):
         return NotImplemented
     if any(p is not q for p, q in zip(x.products, other.products, strict=True)):

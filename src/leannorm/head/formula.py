@@ -1,7 +1,7 @@
-"""What logits are made of: products of rows with a weight, and elementwise operators on them.
+"""Formulas of logits: products of rows with a weight, and elementwise operators on the products.
 
-A formula has no tensors: `Slot(0)` is the first of its products, and `Call(torch.tanh, (Slot(0),))` an
-operator on it. So rows are taken of the products, and the formula stays as it is.
+A formula contains no tensors: `Slot(0)` is the first of its products, and `Call(torch.tanh, (Slot(0),))` an
+operator on that product. A view of some tokens changes the rows of the products, and not the formula.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Slot(NamedTuple):
-    """A product, by its number."""
+    """The product with this number."""
 
     number: int
 
@@ -32,7 +32,7 @@ Formula = Slot | Call
 
 
 class Product(NamedTuple):
-    """`F.linear(rows, weight, bias)` in `dtype`, which is autocast's where it was on."""
+    """`F.linear(rows, weight, bias)` in `dtype`, which is autocast's dtype if autocast was on."""
 
     rows: Tensor
     weight: Tensor
@@ -46,14 +46,14 @@ class Product(NamedTuple):
         return self._replace(rows=self.rows.to(self.dtype))
 
     def columns(self, start: int, stop: int) -> Tensor:
-        """Some columns of it."""
+        """The columns from `start` to `stop` of the product."""
         weight = self.weight[start:stop].to(self.dtype)
         bias = None if self.bias is None else self.bias[start:stop].to(self.dtype)
         return torch.nn.functional.linear(self.rows, weight, bias)
 
 
 def evaluate(formula: Any, values: Sequence[Tensor]) -> Any:
-    """The formula's value, where those of its products are given."""
+    """Evaluate the formula, given the values of its products."""
     if type(formula) is Slot:
         return values[formula.number]
     if type(formula) is Call:
@@ -63,7 +63,7 @@ def evaluate(formula: Any, values: Sequence[Tensor]) -> Any:
 
 
 def moved(formula: Any, by: int) -> Any:
-    """The formula, whose slots come after `by` others."""
+    """The formula with the numbers of its slots raised by `by`."""
     if type(formula) is Slot:
         return Slot(formula.number + by)
     if type(formula) is Call:
@@ -72,18 +72,18 @@ def moved(formula: Any, by: int) -> Any:
 
 
 def flat(products: Sequence[Product]) -> list[Tensor | None]:
-    """Their tensors, as an autograd function takes them."""
+    """The tensors of the products in one list, as an autograd function takes them."""
     return [t for p in products for t in (p.rows, p.weight, p.bias)]
 
 
 def unflat(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Product]:
-    """The products of these tensors."""
+    """The products that `flat` made these tensors of."""
     threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
     return [Product(r, w, b, d) for (r, w, b), d in zip(threes, dtypes, strict=True)]  # type: ignore[arg-type]
 
 
 class Setting(NamedTuple):
-    """Under which an operator would have run: are gradients recorded, and autocast's dtype, if it is on."""
+    """The modes of a call: whether gradients are recorded, and autocast's dtype (None: autocast is off)."""
 
     grad: bool
     device: str
@@ -104,7 +104,7 @@ class Setting(NamedTuple):
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Turns autocast off: the dtypes are decided."""
+    """Turn autocast off, since the dtypes are already decided."""
     if not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

@@ -1,9 +1,9 @@
 """`Logits`: a tensor that is not computed until something asks for its values.
 
-Functions that `READERS` lists take from it what they need, and give tensors or other `Logits`. Every other
-function gets the tensor: it is made once, by the calls of the program in their order, and from there on all
-is plain torch. What goes past torch's functions (an autograd function of the program, an operator in C++)
-gets the values below autograd, and its gradient goes through `_Deferred`.
+Functions listed in `READERS` compute what they need from it, and return tensors or other `Logits`. Any other
+function gets the tensor: it is computed once, by the program's own calls in their order, and everything after
+that is plain PyTorch. Code that bypasses torch's functions (a custom autograd function, an operator called in
+C++) gets the values below autograd, and its gradient goes through `_Deferred`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from leannorm.head.formula import Formula, Product, Setting, evaluate, flat, unf
 from leannorm.head.told import Told, computed_for
 
 READERS: dict[Any, Callable[..., Any]] = {}
-"""By function of torch: the function that reads logits for it, or gives NotImplemented."""
+"""Maps a function of torch to the function that runs for it on logits, or returns NotImplemented."""
 
 _SHOWN = (
     "shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse"
@@ -39,12 +39,12 @@ _asis = torch._C.DisableTorchFunctionSubclass
 
 
 class Logits(Tensor):
-    """`kind` says what of the formula it is: "logits", "log_softmax", "softmax", or a product of two."""
+    """`kind` is what is taken of the formula: "logits", "log_softmax", "softmax", or a product of two."""
 
     formula: Formula
     products: list[Product]
     kind: str
-    axis: int  # that of the vocabulary
+    axis: int  # of the vocabulary
     parent: Logits | None
     told: Told
     _replay: Callable[[], Tensor] | None
@@ -66,7 +66,7 @@ class Logits(Tensor):
         kind: str = "logits",
         axis: int = -1,
     ) -> Logits:
-        """`like` is on the meta device, and has its shape, strides and dtype; `replay()` makes the tensor."""
+        """`like`, on the meta device, has the shape, strides and dtype; `replay()` computes the tensor."""
         products = list(products)
         made: Logits = _Deferred.apply(formula, products, (kind, axis), like, *flat(products))
         made.formula, made.products, made.kind, made.told, made.parent = formula, products, kind, told, parent
@@ -91,7 +91,7 @@ class Logits(Tensor):
         return len(self.products[0].weight)
 
     def check(self) -> None:
-        """Raises where what it is to be computed from was edited or freed since."""
+        """Raise if a tensor that the logits are computed from was edited or freed since."""
         for p in self.products:
             if p.weight.numel() and not p.weight.untyped_storage().nbytes():
                 raise InputError(
@@ -117,13 +117,13 @@ class Logits(Tensor):
             above = above.parent
 
     def made(self, reader: str | None) -> Tensor:
-        """The tensor, which `reader` asks for; None: for logits that are made of it."""
+        """Compute the tensor for `reader`, or (None) for logits that are derived from it."""
         if self._made is None:
             assert self._replay is not None
             self.check()
             if reader is not None:
                 self.told.note(self.width(), computed_for(reader, self.width()))
-            with torch._C.DisableTorchFunction():  # and no mode, of ours too
+            with torch._C.DisableTorchFunction():  # modes are off too, `Heads` among them
                 self._made = self._replay()
             self._made_version, self._replay = self._made._version, None
         return self._made
@@ -165,7 +165,7 @@ class Logits(Tensor):
         return func(*_values(args, name), **_values(kwargs, name))
 
     def _alias(self) -> Logits:
-        """The same without a graph, as autograd makes of what it saves."""
+        """The same logits without a graph, as autograd detaches what it saves."""
         with _asis(), torch.no_grad():
             made = _wrapper(self)
         made.__dict__.update(self.__dict__)
@@ -181,7 +181,7 @@ def _wrapper(like: Tensor) -> Logits:
 
 
 class _Deferred(Function):
-    """Logits in autograd's graph: where a gradient of theirs comes, it goes on as that of the formula."""
+    """The node of logits in autograd's graph: it passes a gradient on through the formula."""
 
     @staticmethod
     def forward(ctx: Any, formula: Any, products: Any, kind_axis: Any, like: Any, *tensors: Any) -> Logits:
@@ -221,13 +221,13 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def name_of(func: Any) -> str:
-    """A function of torch, as a program calls it."""
+    """The name by which a program calls the function."""
     name = getattr(func, "__name__", "?")
     return str(func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name)
 
 
 def _writes(func: Any, name: str, kwargs: Any) -> bool:
-    """May the function edit its arguments?"""
+    """Whether the function may edit its arguments."""
     dunder = name.startswith("__")
     if (name.endswith("_") and not dunder) or name == "__setitem__":
         return True
@@ -251,7 +251,7 @@ def _values(args: Any, name: str) -> Any:
 
 
 def _make_all(family: list[weakref.ref[Logits]], name: str) -> None:
-    """Before one of them is edited."""
+    """Compute all logits of a family before one of them is edited."""
     for reference in [*family]:
         logits = reference()
         if logits is not None and not logits.computed:

@@ -1,4 +1,4 @@
-"""What reads logits without making them: losses, log-probabilities, entropies, the largest of a row."""
+"""Operators that read logits without computing all of them: losses, log-probabilities, entropies, argmax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leannorm.head.logits import Logits
 
 
 def _products(x: Logits) -> list[Product]:
-    """With rows (N, H)."""
+    """The products, with rows of shape (N, H)."""
     x.check()
     x.told.read.add(x.width())
     return [p.with_rows(lambda t: t.reshape(-1, t.shape[-1])) for p in x.products]
@@ -29,32 +29,32 @@ _FEW = 0.9
 
 
 def _read(valid: Tensor) -> Tensor | None:
-    """The rows that a loss reads, where a CPU may leave out those of a prompt or of padding; None for all."""
+    """The indices of the rows that a loss reads on a CPU, without a prompt or padding; None: all rows."""
     if valid.device.type != "cpu":
-        return None  # to know their number, it would wait
+        return None  # the host would wait for their number
     rows = valid.nonzero().squeeze(1)
     return rows if 0 < len(rows) < _FEW * len(valid) else None
 
 
 def _lead(x: Logits) -> tuple[int, ...]:
-    """The shape without the vocabulary."""
+    """The shape without the axis of the vocabulary."""
     return tuple(size for i, size in enumerate(x.shape) if i != x.axis)
 
 
 def _is_axis(x: Logits, dim: Any) -> bool:
-    """Is it the vocabulary's, and the last one?"""
+    """Whether `dim` is the axis of the vocabulary."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     return isinstance(dim, int) and not isinstance(dim, bool) and dim in (x.axis, x.axis - x.dim())
 
 
 def _one(x: Logits) -> Tensor:
-    """Two logits of one row, from which torch tells dtypes."""
+    """A tensor of two logits, on which an operator of torch shows the dtype of its result."""
     return torch.zeros(1, 2, dtype=x.dtype, device=x.device)
 
 
 def _fit_classes(x: Logits, target: Any, weight: Any, ignore_index: int) -> bool:
-    """Will torch take these targets, with no error that only it has the words for?"""
+    """Whether torch accepts these targets; if not, torch itself raises its error."""
     if x.axis != min(1, x.dim() - 1) or type(target) is not Tensor or target.dtype is not torch.int64:
         return False
     if tuple(target.shape) != _lead(x) or target.device != x.device or not target.numel():
@@ -68,7 +68,7 @@ def _fit_classes(x: Logits, target: Any, weight: Any, ignore_index: int) -> bool
     ):
         return False
     if target.device.type != "cpu":
-        return True  # where a kernel asserts
+        return True  # a kernel checks the range there
     beyond = ((target < 0) | (target >= x.shape[x.axis])) & (target != ignore_index)
     return not bool(beyond.any())
 
@@ -116,7 +116,7 @@ def _loss(
     two = torch.ones(2, dtype=weight.dtype, device=x.device) if weight is not None else None
     try:
         dtype = func(_one(x), torch.zeros(1, dtype=torch.int64, device=x.device), two).dtype
-    except RuntimeError:  # of dtypes that do not go together
+    except RuntimeError:  # the dtypes cannot be combined
         return NotImplemented
     with without_autocast(x.device.type):
         loss = _of_classes(x, target.reshape(-1), weight, ignore, reduction, smoothing)
@@ -190,7 +190,7 @@ def _exp(func: Any, x: Any, **more: Any) -> Any:
 
 @reads(*both("sum"))
 def _sum(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
-    """Entropies: minus the sum of softmax times its logarithm."""
+    """The sum over the vocabulary of softmax times log-softmax or logits, for entropies."""
     if more or not is_open(x, "softmax·logits", "softmax·log_softmax"):
         return NotImplemented
     if not _is_axis(x, dim) or not is_last(x):
@@ -218,7 +218,7 @@ def _gather(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     flat, width = index.reshape(-1, index.shape[-1]), x.shape[-1]
     if index.device.type == "cpu" and bool(((index < 0) | (index >= width)).any()):
-        return NotImplemented  # torch has the words
+        return NotImplemented  # torch raises its own error
     with without_autocast(x.device.type):
         if x.kind == "log_softmax":
             found = _rows(x, index=flat)
@@ -233,7 +233,7 @@ def _gather(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _picked(p: Product, index: Tensor) -> Tensor:
-    """Some outputs of each row, each by a product of two vectors."""
+    """The outputs at `index` of each row, each a product of two vectors."""
     rows = precise(p.rows.to(p.dtype)).unsqueeze(1)
     made = (rows * precise(F.embedding(index, p.weight).to(p.dtype))).sum(-1)
     if p.bias is not None:

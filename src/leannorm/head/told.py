@@ -1,4 +1,4 @@
-"""What became of the logits of one pass, in words."""
+"""Reports which logits of a pass were computed, and for which operator."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ _MAX_PLACES = 4096
 
 
 class Told:
-    """Which layers gave logits, and what made some of them be computed. `place`: of the program, which opens
-    passes of one network there.
+    """The layers that returned logits, and the operators for which some logits were computed.
 
-    Heads are the layers whose logits a loss has read; if there is none, the widest. Another one whose logits
-    were computed is the first of an MLP: nothing is said of it, and later passes here leave it alone.
+    `place` identifies the line of the program that opens the pass: passes opened there run the same network.
+    Heads are the layers whose logits a loss has read or, if there are none, the widest layer. Any other layer
+    whose logits were computed is the first layer of an MLP: it is not reported, and later passes of this
+    place run it normally.
     """
 
     def __init__(self, place: Hashable) -> None:
         self._place = place
         self._computed = dict[tuple[int, str], None]()
         self.deferred = set[tuple[int, int]]()  # as (outputs, inputs)
-        self.read = set[int]()  # their outputs, where a loss has read them
+        self.read = set[int]()  # outputs of the layers whose logits a loss has read
 
     @property
     def unfit(self) -> set[tuple[int, int]]:
         return _UNFIT.get(self._place, set())
 
     def note(self, width: int, reason: str) -> None:
-        """The logits of a layer of so many outputs were computed, or are to be."""
+        """Record that the logits of a layer with `width` outputs were, or will be, computed."""
         self._computed[width, reason] = None
 
     def close(self) -> None:
-        """The pass has ended: remember the layers that were no heads."""
+        """End the pass, and remember the layers that turned out not to be heads."""
         computed = {width for width, _ in self._computed} - self._heads()
         found = {layer for layer in self.deferred if layer[0] in computed}
         if found:
@@ -44,7 +45,7 @@ class Told:
         return self.read or {max(widths, default=0)}
 
     def reasons(self) -> list[str]:
-        """Why the head's logits were computed, if they were."""
+        """A sentence for each operator that made a head compute its logits."""
         heads = self._heads()
         return [reason for width, reason in self._computed if width in heads]
 

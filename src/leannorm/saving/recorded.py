@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons, rows
+from leannorm.saving import log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
@@ -132,8 +132,7 @@ def record_in(module: Any) -> None:
     )
 
 
-if NODES is not None:
-    record_in(NODES)
+record_in(log if NODES is None else NODES)
 
 
 @left_to_python
