@@ -1,4 +1,4 @@
-"""Which operators does the torch at hand repeat bit for bit? Each is tried on a program of one line."""
+"""Which operators does this torch repeat bit for bit? Each is tried on a program of one line."""
 
 from __future__ import annotations
 
