@@ -26,11 +26,11 @@ HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB, rat
 
 # (script, libraries that it needs, sentences that it prints, the most that it may hold of stock's)
 SCRIPTS = [
-    ("digits", ["sklearn"], [SAME], 0.4),
-    ("timm_loop", ["sklearn", "timm"], [SAME], 0.4),
+    ("digits", ["sklearn"], [SAME], 0.5),
+    ("timm_loop", ["sklearn", "timm"], [SAME], 0.5),
     ("transformers_trainer", ["transformers", "accelerate"], [SAME], 0.5),
     ("mixture_of_experts", ["transformers"], [SAME], 0.53),
-    ("lightning_digits", ["sklearn", "lightning"], [SAME], 0.4),
+    ("lightning_digits", ["sklearn", "lightning"], [SAME], 0.5),
     ("unet_denoising", ["sklearn"], [SAME], 0.5),
     ("segment_a_volume", [], [SAME], 0.53),
     (
@@ -107,7 +107,7 @@ def test_two_ranks(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     printed = output_of(*torchrun, str(EXAMPLES / "two_ranks.py"), folder=tmp_path)
     assert "2 ranks and one process: the same losses" in printed, printed
-    check_held(printed, 0.4)
+    check_held(printed, 0.5)
 
 
 def test_padding_does_not_shift_a_conformer(tmp_path):

@@ -108,7 +108,7 @@ def test_a_model_is_checked_under_lean(tmp_path, capsys):
     assert main([*arguments, "--steps", "2"]) == 0
     checks = json.loads(file.read_text())["checks"]
     assert [c["name"] for c in checks if "step 2" in c["name"]] == [
-        f"{setting}, step 2" for setting in ("stock", "lean, norm", "lean, conv", "lean, budget 0.5")
+        f"{setting}, step 2" for setting in ("stock", "lean", "lean, norm", "lean, conv", "lean, budget 0.5")
     ]
     assert all(c["error"] == 0 for c in checks)
     assert main([*arguments, "--model", "checked_networks:sound"]) == 2

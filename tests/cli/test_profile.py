@@ -55,7 +55,7 @@ def ran():
 
 def test_every_setting_is_measured_and_exact(ran):
     stock, *others = ran[0].settings
-    assert [s.name for s in ran[0].settings] == ["stock", "norm", "conv", "budget 0.8", "checkpoint"]
+    assert [s.name for s in ran[0].settings] == ["stock", "lean", "norm", "conv", "budget 0.8", "checkpoint"]
     for setting in others:
         assert setting.gradient_difference == 0
         assert 0 < setting.kept < stock.kept

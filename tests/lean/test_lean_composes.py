@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:A saved_tensors_hooks context:FutureWarning",  # torch 2.15, of selective checkpoints
 )
 
-SETTINGS = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.4}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.4}]
 IMAGE = torch.randn(lean_cases.IMAGE, generator=torch.Generator().manual_seed(0))
 
 

@@ -24,7 +24,8 @@ from leannorm.report.operators import PROGRAMS
 from leannorm.saving import recorded, small
 
 SETTINGS = {
-    "norm": {},
+    "plain": {},
+    "norm": {"recompute": "norm"},
     "conv": {"recompute": "conv"},
     "budget": {"budget": 0.05},
     "verify": {"verify": True},

@@ -35,7 +35,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.1}], ids=str
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:leannorm. budget=", "ignore:leannorm. more is kept than the plan")
 def test_an_edit_without_gradients_is_stocks_or_told(program, setting):

@@ -31,7 +31,7 @@ PARTS = {
     "jvp of jvp": lambda f, x: jvp(lambda a: jvp(f, (a,), (a,))[1], (x,), (torch.ones_like(x),))[1],
     "vmap": lambda f, x: vmap(f)(x),
 }
-SETTINGS = [{}, {"recompute": "conv"}, {"budget": 0.8}, {"verify": True}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.8}, {"verify": True}]
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. budget=0.8 is out of reach")  # of so few tensors

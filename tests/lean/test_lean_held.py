@@ -52,7 +52,9 @@ NETWORKS = {
 
 
 @pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"overhead": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"overhead": 0.5}], ids=str
+)
 @pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
 def test_gradients_are_those_of_stock(make, shape, setting):
     model, x = make(), torch.randn(shape)

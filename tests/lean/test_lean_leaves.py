@@ -15,7 +15,9 @@ def blocks(count):
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.SiLU()) for _ in range(count)))
 
 
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.7}, {"verify": True}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.7}, {"verify": True}], ids=str
+)
 def test_a_pass_that_opens_under_no_grad_begins_where_something_is_saved(setting, with_and_without_nodes):
     model, x = blocks(3), torch.randn(64, 64)
 
@@ -33,6 +35,6 @@ def test_a_pass_that_opens_under_no_grad_begins_where_something_is_saved(setting
     for _ in range(3):
         loss, saved = loss_of(lean(**setting), torch.enable_grad)
         assert all(map(torch.equal, gradients_of(loss), stock))
-        assert saved.rebuilt_bytes > 0
+        assert saved.rebuilt_bytes > 0 or "recompute" not in setting
     _, saved = loss_of(lean(**setting), nullcontext)
     assert not saved.records

@@ -1,6 +1,7 @@
 """What fits in fewer bytes is held in those: sources of casts, logits of a loss, masks of dropout."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -163,12 +164,12 @@ def test_rebuilt_log_probabilities_take_the_place_of_their_logits():
         forward().backward()  # tries the step
         return measure_step(forward).peak
 
-    assert peak(lean) < 1.02 * peak(nullcontext)
+    assert peak(lambda: lean("norm")) < 1.02 * peak(nullcontext)
 
 
 def test_what_took_the_place_of_its_copy_is_read_again():
-    reasons, found = [], {}
-    for context in (nullcontext, lean) * 4:  # from the third pass on what was found is learned
+    reasons, found, norm = [], {}, partial(lean, "norm")
+    for context in (nullcontext, norm) * 4:  # from the third pass on what was found is learned
         torch.manual_seed(len(reasons))
         x = torch.randn(64, 64).bfloat16().requires_grad_()
         with context():
@@ -182,8 +183,32 @@ def test_what_took_the_place_of_its_copy_is_read_again():
         found[context] = x.grad
         if saved is not None:
             reasons.append(saved.reasons)
-            assert same_bits(found[lean], found[nullcontext])
+            assert same_bits(found[norm], found[nullcontext])
     assert reasons == [[]] * 4
+
+
+@pytest.mark.parametrize("goal", [{"peak": 1.0}, {"budget": 1.0}], ids=str)
+def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
+    hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
+    target, saved = torch.randint(0, 500, (64,)), lean(**goal)
+    run = lambda: F.cross_entropy(head(hidden).float(), target)  # noqa: E731
+    for _ in range(2):
+        assert_stock(run, list(head.parameters()), saved)
+    assert held(saved, "aten::_log_softmax") == 0
+    assert held(saved, "source of a cast") == 64 * 500 * 2
+    assert saved.kept_bytes <= saved.plan.kept_bytes
+
+
+def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
+    """Each of both layers could be rebuilt; the logits' price brings 2 bytes a value, not 4."""
+    first, head = nn.Linear(64, 512).bfloat16(), nn.Linear(512, 1024).bfloat16()
+    x, target = torch.randn(128, 64).bfloat16(), torch.randint(0, 1024, (128,))
+    saved = lean(budget=0.8)
+    run = lambda: F.cross_entropy(head(F.silu(first(x))).float(), target)  # noqa: E731
+    for _ in range(2):
+        assert_stock(run, [*first.parameters(), *head.parameters()], saved)
+    assert held(saved, "source of a cast") == 128 * 1024 * 2
+    assert saved.plan.ratio <= 0.8
 
 
 def test_logits_of_float32_are_no_narrow_ones():

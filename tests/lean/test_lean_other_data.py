@@ -9,7 +9,7 @@ from torch import nn
 
 from leannorm import lean
 
-SETTINGS = [{}, {"recompute": "conv"}, {"budget": 0.3}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|no plan)")
 
 

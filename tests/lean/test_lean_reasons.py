@@ -64,7 +64,7 @@ def test_a_function_of_the_users_may_have_any_name(name):
         loss.backward()
         return conv.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 # ---------------------------------------------------------------- closing

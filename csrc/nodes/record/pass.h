@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hooks.h"
+#include "watch.h"
 
 #include <unordered_set>
 
@@ -79,6 +80,7 @@ struct Pass {
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
     if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
+    if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
   }
   Pass(const Pass&) = delete;
@@ -96,6 +98,7 @@ struct Pass {
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
+    expose(log);
     log->waiting = {}, log->leaves.clear();
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
@@ -194,6 +197,7 @@ inline void add_record(py::module_ module) {
                                 py::object shared, py::object compare) {
     python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
   });
+  module.def("exposed", [] { return watched().left.load(); });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

@@ -27,6 +27,31 @@ class Below {
       c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
+// Global flags as a call had them.
+class UnderFlags {
+ public:
+  UnderFlags(const Log& log, const Call& call) {
+    if (flags_now() == log.flags_of(call)) return;
+    const py::gil_scoped_acquire gil;
+    set_ = (call.flags == 0 ? log.first->flags : *log.others_flags[call.flags - 1].object).attr("set")();
+    set_.attr("__enter__")();
+  }
+  UnderFlags(const UnderFlags&) = delete;
+  ~UnderFlags() {
+    if (!set_) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      set_.attr("__exit__")(py::none(), py::none(), py::none());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("leannorm.lean()");
+    }
+    set_ = {};
+  }
+
+ private:
+  py::object set_;
+};
+
 // A copy of all of the storage, so that views keep their places.
 inline Tensor copy_of(const Tensor& t, const Geometry& as) {
   if (t.device().is_cpu()) {
@@ -170,6 +195,7 @@ class Replay {
     for (const int out : results_read(log_.calls[number])) results[out] = value(result_of(log_, log_.calls[number], out));
     const Call& call = log_.calls[number];
     {
+      const UnderFlags flags(log_, call);
       const Below below;
       const at::AutoGradMode mode(call.grad_mode);
       if (call.by_result) make_by_results(call, read, results);

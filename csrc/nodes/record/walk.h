@@ -39,6 +39,7 @@ class Walk {
     ++log.stamp;
   }
 
+  bool at_once = false;    // is nothing behind what it is made of asked?
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
   Cause cause;  // the first that was found
@@ -52,7 +53,7 @@ class Walk {
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = made_again(v, depth) || takes(v);
+    const bool can = at_once && v != top_ ? takes(v) : made_again(v, depth) || takes(v);
     return log_.values[v].can = can;
   }
 
@@ -213,7 +214,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied)
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied)
       x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
@@ -238,6 +239,11 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
   }
 }
 
+// Nobody else can write what is held of it, or it is not needed to make others.
+inline void hide(Log& log, Value& x) {
+  if (std::exchange(x.exposed, false)) forget(*log.exposed, 1);
+}
+
 // One reader less.
 inline void release(Log& log, int v) {
   c10::SmallVector<int, 16> left{v};
@@ -245,6 +251,7 @@ inline void release(Log& log, int v) {
     const int one = left.pop_back_val();
     Value& x = log.values[one];
     --x.refs;
+    if (x.refs <= x.saves) hide(log, x);
     if (x.refs > 0) {
       x.left = std::min(x.left, x.refs);  // its reader may have had it
       continue;
@@ -330,6 +337,13 @@ inline void hold_again(Log& log, int v, Tensor held) {
   for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
 }
 
+// Of a log-softmax that a plan keeps, may the cast that it read take its place, in the dtype before it?
+inline bool may_be_narrow(const Log& log, const Value& x) {
+  if (x.state != Value::kHeld || x.call < 0 || log.calls[x.call].rule->name != "aten::_log_softmax" || log.calls[x.call].reads.size() != 1) return false;
+  const Value& in = log.values[log.calls[x.call].reads[0].value];
+  return in.state == Value::kFree && in.call >= 0 && log.calls[in.call].rule->name == "aten::_to_copy";
+}
+
 // A saved value that is held: may it be dropped?
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
@@ -341,11 +355,13 @@ inline void decide(Log& log, int v) {
   if (elements < log.policy.smallest) return;
   if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
   const Tensor was = std::exchange(x.held, {});
-  Walk walk(log, v, 0);
+  Walk walk(log, v, x.narrow ? log.values[v].storage_bytes * 3 / 4 : 0);
+  walk.at_once = x.narrow;
   bool can = walk.able(v);
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
+  if (log.values[v].narrow && !can) return void(log.values[v].held = was);
   if (!can) {  // by what nobody saves and is smaller, such as what was cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
     can = again.able(v), taken = std::move(again.taken);

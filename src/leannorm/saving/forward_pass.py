@@ -12,7 +12,7 @@ from torch import Tensor
 
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
-from leannorm.planning.goal import Goal
+from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
 from leannorm.saving import limit, reasons, recorded, small, timing, watched
 from leannorm.saving.aside import PassHooks
@@ -44,12 +44,13 @@ class Settings(NamedTuple):
     @property
     def may_be_small(self) -> bool:
         """May a small pass be left as it is? Not if a setting asks for something else."""
-        return self.goal is None and self.hooks is None and not (self.verify or self.head)
+        plain = self.goal in (None, HALF)
+        return plain and self.hooks is None and not (self.verify or self.head)
 
     @property
     def may_be_watched(self) -> bool:
         """Was time asked for that a step, as it is, may take?"""
-        return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
+        return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)
 
 
 class ForwardPass:
@@ -119,7 +120,7 @@ class ForwardPass:
         self._first = FirstTensor(self._look_from_here, least, most, self._timer)
         return self._first.pack
 
-    def _begin(self) -> Callable[[Tensor], Any]:
+    def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook of a pass that is recorded from here on."""
         layers = None
         if self._settings.verify:
@@ -127,7 +128,9 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
-        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+        self._recorded = RecordedPass(
+            policy, self._following, hooks, layers, self._limit, within_call=from_here
+        )
         self.ledger.add(self._recorded.recorded)
         return self._recorded.pack
 
@@ -138,7 +141,7 @@ class ForwardPass:
     def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if self._is_plain:
             self._following = None  # it is none of the passes that are planned
-        return self._begin(), recorded.LOG.record_unpack
+        return self._begin(True), recorded.LOG.record_unpack
 
     @property
     def _is_left(self) -> bool:
@@ -243,7 +246,7 @@ class ForwardPass:
         kept, stock = self.ledger.kept(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
-        return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
+        return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
     def tells_why(self, plan: RebuildPlan | None) -> bool:
         """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for, nor

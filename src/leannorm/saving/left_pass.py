@@ -45,6 +45,7 @@ class LeftPass(ForwardPass):
     def _look_from_here(self) -> bool:
         first, hooks, nodes = self._first, self._set, self._nodes
         super().__init__(*self._given)
+        self._following = None  # plans begin with the first tensor
         self._first, self._set, self._nodes = first, hooks, nodes
         return super()._look_from_here()
 

@@ -118,7 +118,7 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
 
     Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
     """
-    asked, hooks = goal.overhead, made_for.share_of_hooks
+    asked, hooks = goal.overhead if goal.promises_time else None, made_for.share_of_hooks
     if asked is not None:
         goal = goal._replace(overhead=max(asked - hooks, 0.0))
     chosen = point_for(made_for.lines, goal)

@@ -217,7 +217,7 @@ class Following:
             made.anew, made.misses = old.anew * (1 if old.missed else _MORE), old.misses
             known.entries = [one for one in known.entries if one.made is not old]
         full = plan(self.goal, passed)
-        made.settled = full.chosen.reached and self.goal.overhead is None
+        made.settled = full.chosen.reached and not self.goal.promises_time
         if self._place is not None:
             made.loop = Loop(self.goal.overhead or 0.0) if old is None or old.loop is None else old.loop
             made.rungs = rungs(full)

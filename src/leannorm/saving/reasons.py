@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from leannorm._report import bytes_in_words
-from leannorm.planning.goal import Goal
+from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.plan import Plan
 from leannorm.saving.ledger import Row
 
@@ -95,9 +95,7 @@ EDITED = "it was edited where its operation does not show it"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
-OTHER_FLAGS = (
-    "its operator ran under other global flags, in a mode, or on tensors that lean() does not rebuild"
-)
+OTHER_FLAGS = "its operator ran in a mode, or on tensors that lean() does not rebuild"
 CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
 OTHER_THREAD = "another thread saved it than the one that opened lean(), as torch.jit.fork has it"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
@@ -216,16 +214,24 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
             " the least, as the rest are gradients, what a single operation needs, and what cannot be"
             " computed again"
         )
-    return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1), compiled)
+    least = plan.least / max(plan.stock.held, 1)
+    if goal.overhead is not None and least <= (goal.budget or 0.0):
+        return (
+            f"plain lean() spends {goal.overhead:g} of a plain PyTorch step at most, by prices, which leaves"
+            f" {plan.ratio:.2f} of the bytes; to keep {goal.budget:g} at any price write"
+            f" budget={goal.budget:g}"
+        )
+    return budget_out_of_reach(goal, least, compiled)
 
 
 def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
     """That a budget or an overhead keeps fewer bytes and lowers no peak, if it is so."""
     asked = "budget" if goal.budget is not None else "overhead"
+    asked = "plain lean()" if goal == HALF else f"this {asked}"
     if goal.peak is not None or goal.worth is not None or plan.ratio > _FEWER or plan.peak_ratio < _LOWER:
         return None
     return (
-        f"this {asked} frees memory between forward and backward and lowers no peak: {plan.ratio:.2f} of the"
+        f"{asked} frees memory between forward and backward and lowers no peak: {plan.ratio:.2f} of the"
         f" bytes are kept, the peak of a step is {plan.peak_ratio:.2f} of plain PyTorch's, and a step takes"
         f" {plan.overhead:.0%} more time; if memory runs out, ask for the peak instead, as peak=0.8 or"
         ' peak="8GiB"'
@@ -260,21 +266,23 @@ def missed(share: float, planned: float, another: bool) -> str:
     )
 
 
-def budget_out_of_reach(budget: float, ratio: float, compiled: bool = False) -> str:
+def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str:
     by_name = "" if compiled else " (each by name: saved.records of lean())"
+    asked = f"budget={goal.budget:g}" if goal.overhead is None else "half of the bytes, as lean() aims at,"
     return (
-        f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of the bytes, as"
+        f"{asked} is out of reach: all that can be rebuilt leaves {ratio:.2f} of the bytes, as"
         f" the rest cannot be computed again{by_name}, are inputs or statistics, or would raise the peak"
     )
 
 
 _WARNED: set[str] = set()
 _IN_ORDER = {SMALL, COMPARED, STRAYED, BACKWARD_WITHIN}  # they need no action
+_UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor do these: as much as could be was done
 
 
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
-    if reason in _IN_ORDER or reason.startswith("overhead="):
+    if reason in _IN_ORDER or reason.startswith(_UNASKED):
         return
     cause = reason.split(":")[0]
     if cause not in _WARNED:

@@ -167,8 +167,10 @@ class RecordedPass:
         hooks: Hooks | None,
         layers: Layers | None,
         limit: Limit | None,
+        within_call: bool = False,
     ) -> None:
-        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
+        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named.
+        `within_call`: an operator that runs has asked for the pass."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
@@ -189,6 +191,8 @@ class RecordedPass:
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
             smallest=SMALLEST,
         )
+        if within_call and LOG is log:  # C++ tells by itself which calls are parts of others
+            self._pass.begins_within_a_call()
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)

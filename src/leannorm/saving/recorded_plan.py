@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
@@ -22,6 +23,8 @@ class Way:
 
     def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
         self.following, self._whys, self._log = following, whys, log
+        # may a loss that a plan keeps be kept by its source? An overhead has no price for that
+        self.narrows = following.goal.overhead is None and log is NODES
         self._calls: list[Call] = []
         self.failed: Exception | None = None
 
@@ -69,7 +72,7 @@ class Way:
         rates, why = rates_for(self.following.goal, torch.device("cpu"))
         if why is not None:
             said[why] = 1
-        timeline = Timeline(told, rates)
+        timeline = Timeline(told, rates, self.narrows)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {

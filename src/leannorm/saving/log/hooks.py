@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._torch import left_to_python
 from leannorm.saving.flags import Flags, current
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.recorder import COMPILED, OWN, THREAD, is_of_checkpoint
 from leannorm.saving.log.replay import Replay
 from leannorm.saving.log.tensors import (
@@ -25,7 +26,7 @@ from leannorm.saving.log.tensors import (
     matches,
     shown,
 )
-from leannorm.saving.log.values import DROPPED, HELD, Cause, Log, Why
+from leannorm.saving.log.values import DROPPED, HELD, Cause, Why
 from leannorm.saving.log.walk import decide, hold_again
 from leannorm.saving.shards import PLAIN
 from leannorm.saving.shards import counter_of as counter_of_shared

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.tensors import below, beside, geometry_of, over, sample_of
-from leannorm.saving.log.values import HELD, Log, Value
+from leannorm.saving.log.values import HELD, Value
 
 
 class Elsewhere:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from leannorm.saving.flags import Flags
 from leannorm.saving.log.hooks import PYTHON
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.plans import Follower, Times, said, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
 from leannorm.saving.log.rules import RULES, TABLE, Row
-from leannorm.saving.log.values import DROPPED, HELD, Log, Policy, Value, Why
+from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
 
 
 class RecordedTensors:
@@ -138,6 +139,11 @@ class RecordedPass:
             storage = x.held.untyped_storage()
             if log.is_there(v) and torch._C._storage_Use_Count(storage._cdata) == owners + 1:
                 x.why = Why.ALONE
+
+    def begins_within_a_call(self) -> None:
+        """It was opened by the hook of a tensor that an operator saves."""
+        if not self.log.calls:
+            self.log.behind = torch._C._autograd._get_sequence_nr()
 
     def packed(self) -> bool:
         return self.log.packs > self.first_pack

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.price import groups_of, operations
-from leannorm.saving.log.values import COPIED, DROPPED, HELD, Cause, Log, Policy, Value, Why
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Cause, Policy, Value, Why
 from leannorm.saving.log.walk import Walk
 
 _WANTS, _HAS_GRADIENT = 1, 2  # of a value: a gradient comes; it is added to one that is there

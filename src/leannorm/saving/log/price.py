@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import prod
 
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.rules import ATTENTION, CONVOLUTION, MATRIX
-from leannorm.saving.log.values import Call, Log
+from leannorm.saving.log.values import Call
 
 _OF_CONVOLUTION, _OF_ATTENTION = (
     768,

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm._torch import left_to_python
 from leannorm.saving.flags import current
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.rules import RULES, SKIP, Rule, rule_of
 from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain
-from leannorm.saving.log.values import DROPPED, HELD, Call, Log, Read
+from leannorm.saving.log.values import DROPPED, HELD, Call, Read
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
 COMPILED, OTHERS_HOOKS = 1, 2  # what a pass met, as `Met` in log.h
@@ -63,7 +64,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         rule = RULES[func] if func in RULES else rule_of(func)
         log = self.log
-        if rule is None or rule.kind == SKIP or log.busy or log.closed:
+        if rule is None or rule.kind == SKIP or log.busy or log.closed or log.waits():
             return func(*args, **kwargs)
         with log:
             number, writes = begin(log, rule, args, kwargs)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.recorder import IN_LIST
 from leannorm.saving.log.rules import ARGUMENT, RESULT
 from leannorm.saving.log.tensors import below, copy_of, geometry_of, matches, shown
-from leannorm.saving.log.values import DROPPED, Call, Log, Value, results_read
+from leannorm.saving.log.values import DROPPED, Call, Value, results_read
 
 _aten = torch.ops.aten
 

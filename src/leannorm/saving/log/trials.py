@@ -8,9 +8,10 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.replay import Replay
 from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
-from leannorm.saving.log.values import Call, Log
+from leannorm.saving.log.values import Call
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
 _TRIED = Counter[Hashable]()

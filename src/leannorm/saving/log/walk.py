@@ -8,11 +8,12 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from leannorm.saving.log.log import Log
 from leannorm.saving.log.price import is_costly
 from leannorm.saving.log.rules import ONCE, PRODUCT, SKIP, SUM
 from leannorm.saving.log.tensors import below, copy_of, over, sample_of, shown
 from leannorm.saving.log.trials import has_its_bits, is_refused
-from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Log, Why
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Why
 
 _DEPTH = 64
 _FOREVER = 1 << 60
