@@ -241,7 +241,7 @@ class Breaks(nn.Module):
 
 
 HOOKS = {
-    "searched": (-1, {"budget": 0.5}),
+    "planned": (-1, {"budget": 0.5}),
     "small": (1 << 30, {}),
     "held": (-1, {"held": (torch.clone, torch.clone)}),
     "verify": (-1, {"verify": True}),

@@ -85,7 +85,7 @@ HEAD_OF_UNITS = (
     " free a layer's weight before its logits are read"
 )
 # Why an operation's output is kept, as records say it
-NEVER = "lean() does not call it again: it draws random numbers, sends, or writes into its arguments"
+NEVER = "lean() does not call it again, as it draws random numbers, sends, or writes into its arguments"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
 PLANNED = "the plan keeps it"
