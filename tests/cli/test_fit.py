@@ -85,7 +85,8 @@ def test_lean_fits_more_and_what_is_found_is_the_largest():
     memory = 40 * 2**20
     fits = fit(convolutional, (3, 32, 32), memory, optimizer="sgd").fits
     assert [one.name for one in fits] == ["stock", "lean", "norm", "conv"]
-    assert fits[0].batch < min(one.batch for one in fits[1:])
+    assert fits[0].batch <= fits[1].batch  # whose first pass may peak as high
+    assert fits[0].batch < min(fits[2].batch, fits[3].batch)
     for one in fits:
         assert one.nbytes <= memory
         per_sample = one.nbytes / one.batch
@@ -278,7 +279,7 @@ def test_what_is_recommended_fits(make):
     twentieth more, as the page on `fit` says.
     """
     memory, sample = 40 * 10**6, (50, 64) if make is transformer else (3, 20, 20)
-    report, real = fit(make, sample, memory, optimizer="adamw"), make()
+    report, real = fit(make, sample, memory, recompute=["norm", "conv"], optimizer="adamw"), make()
     for one, setting in zip(report.fits, settings_for(real, ("norm", "conv")), strict=True):
         x = torch.randn(one.batch, *sample)
 

@@ -128,9 +128,9 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
-        self._recorded = RecordedPass(
-            policy, self._following, hooks, layers, self._limit, within_call=from_here
-        )
+        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+        if from_here:
+            self._recorded.begins_within_a_call()
         self.ledger.add(self._recorded.recorded)
         return self._recorded.pack
 

@@ -96,7 +96,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_rows(
         "pass",
-        "channel_moments channel_normalize constants_of row_forward row_ada_forward row_gated_forward",
+        "channel_moments channel_normalize constants_of row_forward row_gated_forward",
         space="leannorm",
     ),
     "leannorm::channel_forward": Operator("pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, 7)),

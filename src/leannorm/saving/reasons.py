@@ -165,6 +165,16 @@ def of_collective(tensor: Tensor) -> str:
     return COLLECTIVE if hasattr(type(tensor), "trigger_wait") else ""
 
 
+def sharded(unit: str, around: str) -> str:
+    """A rebuild would read weights that sharding has freed by then; with the wrap that keeps them."""
+    wrap = (
+        f"call fully_shard() on each {around} as a whole"
+        if around
+        else "compute it, such as the loss, within"
+    )
+    return f"{SHARDED} (of a {unit}); {wrap}"
+
+
 def dear(hooks: float, overhead: float) -> str:
     """Looking at what is saved takes more than the overhead that is allowed."""
     return (

@@ -29,7 +29,7 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
 from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
 
@@ -167,14 +167,12 @@ class RecordedPass:
         hooks: Hooks | None,
         layers: Layers | None,
         limit: Limit | None,
-        within_call: bool = False,
     ) -> None:
-        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named.
-        `within_call`: an operator that runs has asked for the pass."""
+        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
-        units = Units()
+        self._units = units = Units()
         self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
@@ -191,13 +189,16 @@ class RecordedPass:
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
             smallest=SMALLEST,
         )
-        if within_call and LOG is log:  # C++ tells by itself which calls are parts of others
-            self._pass.begins_within_a_call()
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
+
+    def begins_within_a_call(self) -> None:
+        """An operator that runs has asked for the pass. C++ tells by itself what is a part of it."""
+        if isinstance(self._pass, log.RecordedPass):
+            self._pass.begins_within_a_call()
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
@@ -206,6 +207,8 @@ class RecordedPass:
         self._pass.close()
         self.missed = self._pass.missed()
         self.recorded.close()
+        if (unit := self._units.freed_first) is not None:
+            self.recorded.whys[_WHYS.index(reasons.SHARDED)] = reasons.sharded(*wrap_of(unit))
         self.seen = self._pass.packed()
         self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
         met = self._pass.met() if self.seen else 0
@@ -232,6 +235,7 @@ class Recorded:
     def __init__(self, saved: Callable[[], Any]) -> None:
         self._now: Callable[[], Any] | None = saved
         self._then: Any = None
+        self.whys = list(_WHYS)
 
     def close(self) -> None:
         """Remember what is held now."""
@@ -260,6 +264,6 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, reasons.made_of(_WHYS[why * by_node], of))
+            (name, torch.Size(shape), dtype, nbytes, dropped, reasons.made_of(self.whys[why * by_node], of))
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]

@@ -20,6 +20,7 @@ class Units:
     def __init__(self) -> None:
         self._owners: dict[int, Any] = {}  # by the weight's memory
         self._seen = 0  # groups of weights that have been gathered before
+        self.freed_first: Any = None  # the first unit of which that was asked, and which did not run
 
     @property
     def exist(self) -> bool:
@@ -32,7 +33,10 @@ class Units:
         What saves a tensor now reads it in its own backward pass, when the units run that run now.
         """
         unit = self._owner_of(tensor)
-        return 0 if unit is None else 1 if unit._training_state.name == "FORWARD" else 2
+        if unit is None or unit._training_state.name == "FORWARD":
+            return 0 if unit is None else 1
+        self.freed_first = unit if self.freed_first is None else self.freed_first
+        return 2
 
     def _owner_of(self, tensor: Tensor) -> Any:
         memory = tensor.untyped_storage()._cdata
@@ -69,3 +73,17 @@ def _memory_of(parameter: Any) -> int:
     local = local_of(weight)
     memory: int = (weight if local is None else local).untyped_storage()._cdata
     return memory
+
+
+def wrap_of(unit: Any) -> tuple[str, str]:
+    """The classes of the unit's module, and of the module around it ("" for the model itself)."""
+    name, path = _class_of(unit._modules[0]), _groups_of(unit)[0]._module_fqn or ""
+    root = next((state for state in unit._state_ctx.all_states if state._is_root), None)
+    if root is None or not path:
+        return name, ""
+    return name, _class_of(root._modules[0].get_submodule(path.rpartition(".")[0]))
+
+
+def _class_of(module: Any) -> str:
+    """The name of the class that the module had before it was sharded."""
+    return type(module).__name__.removeprefix("FSDP")

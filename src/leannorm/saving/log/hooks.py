@@ -193,7 +193,11 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
         layer = log.passes[-1].layer
         if layer is not None:
             saved.original, saved.layer = alias_of(local), layer()
-        _save(log, saved, local, tensor)
+        log.busy = True
+        try:
+            _save(log, saved, local, tensor)
+        finally:
+            log.busy = False
         if saved.tensor is not None and saved.spec is not None:
             saved.tensor = _kept(log, tensor)
     return saved

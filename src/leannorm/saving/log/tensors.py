@@ -125,7 +125,8 @@ def over(storage: torch.UntypedStorage, shape: Geometry) -> Tensor:
 
 def copy_of(tensor: Tensor, shape: Geometry) -> Tensor:
     """A copy of all of the storage, so that views keep their places."""
-    return over(tensor.untyped_storage().clone(), shape)
+    with beside(), torch.no_grad():
+        return over(tensor.untyped_storage().clone(), shape)
 
 
 def shown(tensor: Tensor, shape: Geometry) -> Tensor:
@@ -146,7 +147,10 @@ _WORDS = 12
 
 
 def is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    if tensor.is_contiguous():
+        return True
+    with below():
+        return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def sample_of(tensor: Tensor) -> bytes | None:
