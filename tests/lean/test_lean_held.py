@@ -69,7 +69,7 @@ def test_only_what_is_not_rebuilt_goes_through_the_hooks():
     model, x = lean_cases.IMAGES["dense block"](), torch.randn(lean_cases.IMAGE)
     hooks = Counting()
     step(model, x)
-    saved = lean(held=(hooks.pack, hooks.unpack))
+    saved = lean("norm", held=(hooks.pack, hooks.unpack))
     step(model, x, saved)
     plain = lean("norm")
     step(model, x, plain)
