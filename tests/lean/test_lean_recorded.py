@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import IMAGES, SEQUENCES, assert_network_as_stock, in_threads
+from lean_cases import IMAGES, SEQUENCES, assert_network_as_stock, forget_trials, in_threads
 from programs.campaign import run_seeds, summary
 from programs.compare import judge
 from programs.language import parse
@@ -20,7 +20,6 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import recorded
 from leannorm.saving.operators import OPERATORS
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
@@ -30,7 +29,7 @@ PROGRAMS, PARTS = 300, 2
 
 @pytest.fixture(autouse=True)
 def recording():
-    recorded.LOG.forget_trials()
+    forget_trials()
 
 
 def train(context, make, inputs, steps=3):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import log, reasons, rows
+from leannorm.saving import device, log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
-from leannorm.saving.operators import OPERATORS, Operator
+from leannorm.saving.operators import OPERATORS, VARYING, Operator
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
@@ -58,9 +58,17 @@ _WHYS = (
     reasons.SHARDED,
     reasons.CHECKPOINTED,
     reasons.KEPT,
+    reasons.MODE,
+    reasons.UNTRIED,
+    reasons.TIMED,
 )
 # bits of `Met` in log.h
-_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
+_MET = {
+    1: reasons.COMPILED_WITHIN,
+    2: reasons.HOOKS_WITHIN,
+    4: reasons.LIMIT_UNSEEN,
+    8: reasons.BENCHMARK,
+}
 SMALLEST = 1024  # elements; a smaller tensor is held, and nothing is told of it
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
@@ -118,6 +126,10 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
+def _is_captured(tensor: Tensor) -> bool:
+    return device.capturing(tensor)
+
+
 def record_in(module: Any) -> None:
     """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
     global LOG
@@ -127,12 +139,28 @@ def record_in(module: Any) -> None:
         LOG.set_operator(
             name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
+    if module is NODES:
+        NODES.set_varying(list(VARYING))
+        NODES.set_capturing(_is_captured)
     LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
 
 
 record_in(log if NODES is None else NODES)
+
+
+def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
+    """A fake tensor over the storage of one on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, torch.device(device))
+
+
+@lru_cache
+def _know_fakes() -> None:
+    """Fake tensors are recorded from now on."""
+    NODES.set_fakes(sys.modules["torch._subclasses.fake_tensor"].FakeTensor, _fake)
 
 
 @left_to_python
@@ -173,6 +201,8 @@ class RecordedPass:
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
         self._units = units = Units()
+        if LOG is NODES and "torch._subclasses.fake_tensor" in sys.modules:
+            _know_fakes()
         self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
@@ -222,7 +252,9 @@ class RecordedPass:
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self._way is not None
-        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
+        return self._way.passed(
+            self._timeline, self._pass.places(), self.reasons, torch.device(self._pass.device())
+        )
 
     def forget(self) -> None:
         """Let go of what only a plan is made from."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from leannorm.saving.log.log import Log
@@ -12,6 +13,7 @@ from leannorm.saving.log.price import groups_of, operations
 from leannorm.saving.log.values import COPIED, DROPPED, HELD, Cause, Policy, Value, Why
 from leannorm.saving.log.walk import Walk
 
+_nodes_made = torch._C._autograd._get_sequence_nr
 _WANTS, _HAS_GRADIENT = 1, 2  # of a value: a gradient comes; it is added to one that is there
 
 
@@ -110,7 +112,10 @@ class Times:
 
     def saved(self, log: Log, by: Follower, placed: bool, v: int, tensor: Tensor) -> None:
         self.saw(v, tensor)
-        self.saves.append(Save(by, by.place if placed else -1, v, len(log.calls) - 1))
+        node, last = tensor.grad_fn, len(log.calls) - 1
+        # an argument is saved before its call is seen, when the node is made; a result behind it
+        is_result = log.values[v].call == last if node is None else node._sequence_nr() == _nodes_made() - 1
+        self.saves.append(Save(by, by.place if placed else -1, v, last if is_result else last + 1))
 
     def look(self, log: Log, call: int) -> None:
         """Whose memory is gone when this call begins?"""
@@ -182,7 +187,7 @@ def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, .
         states = x.refs > 0, v in makes, x.state != DROPPED, counts, copied
         values.append((*of_memory, *of_dtype, *states, why.why, inputs, why.of))
     saves = [
-        (one.place if one.by is of else -1, one.value, max(one.call - start, 0))
+        (one.place if one.by is of else -1, one.value, max(min(one.call, len(log.calls) - 1) - start, 0))
         for one in times.saves
         if one.call >= start - 1
     ]
