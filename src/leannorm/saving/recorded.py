@@ -17,7 +17,8 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import device, log, reasons, rows
+from leannorm.ops import modes
+from leannorm.saving import log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
@@ -127,7 +128,7 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    return device.capturing(tensor)
+    return modes.capturing(tensor)
 
 
 def record_in(module: Any) -> None:
