@@ -30,6 +30,11 @@ def without_nodes(monkeypatch) -> None:
             monkeypatch.setattr(module, "NODES", None)
 
 
+def forget_trials() -> None:
+    """As in a process in which no operator was called again yet."""
+    recorded.LOG.forget_trials()
+
+
 def assert_trains_as_torch(train: Callable[..., list[Tensor]], settings: dict[str, Any]) -> None:
     """`train(context)` returns the gradients of some steps."""
     found = []

@@ -301,6 +301,13 @@ def test_an_operator_is_named_in_few_files_of_the_kernels():
         assert sum(bool(re.search(rf"\b{operator}\b", text)) for text in texts.values()) <= 6, operator
 
 
+def test_nodes_of_autograd_are_named_in_one_file():
+    """`lean()` knows operators, by one table; the gradient of a log-softmax alone asks which node reads."""
+    files = [*SOURCE.rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
+    naming = {path.name for path in files if re.search(r"\w+Backward\d", path.read_text())}
+    assert naming == {"rows.py"}
+
+
 def test_no_file_is_long():
     tracked = [*SOURCE.rglob("*.py"), *(ROOT / "csrc").rglob("*.*"), *(ROOT / "tests").rglob("*.py")]
     tracked += (ROOT / "benchmarks").rglob("*.py")

@@ -17,12 +17,10 @@ using torch::autograd::variable_list;
 inline PyObject* by_python = nullptr;  // fast.py's backward pass, for everything unusual
 
 enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
-// As Python reads them, in the way of torch's own nodes.
-constexpr const char* kRawNames[kSaved] = {"_raw_saved_x", "_raw_saved_mean", "_raw_saved_rstd", "_raw_saved_weight", "_raw_saved_bias", "_raw_saved_out"};
 using Tensors = std::array<Tensor, kSaved>;
 
 // What the three nodes have in common: saved tensors, and a backward pass by kernels or by Python.
-struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows it
+struct Direct : Node {
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
   bool by_triton, has_bias;

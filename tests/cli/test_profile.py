@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from leannorm._errors import InputError, MissingDependencyError
-from leannorm.autograd.nodes import NODES
 from leannorm.cli import main
 from leannorm.cli.inputs import specs_of
 from leannorm.cli.models import model_named
@@ -264,34 +263,6 @@ def test_the_command_writes_both_files(tmp_path, capsys):
     assert files[1].stat().st_size > 1e6
     assert main(["profile", "test_profile:small", "--input", "4,3"]) == 2
     assert main(["profile", "test_profile:small"]) == 2
-
-
-@pytest.mark.skipif(NODES is None, reason="without the nodes every save is searched")
-@pytest.mark.usefixtures("searched")
-def test_no_step_is_searched_while_steps_are_timed(monkeypatch):
-    """As in training: there a rebuild that occurs once in a network has met other values after two steps."""
-    from leannorm.report import profile as room
-    from leannorm.saving import memo, search
-
-    searched, timed = [], []
-    step, time_step = search.Search.step, room.time_step
-
-    def spy(self, node, *rest):
-        searched.append((bool(timed), type(node).__name__))
-        return step(self, node, *rest)
-
-    def timing(*given):
-        timed.append(given)
-        return time_step(*given)
-
-    memo.forget()
-    monkeypatch.setattr(search.Search, "step", spy)
-    monkeypatch.setattr(room, "time_step", timing)
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.SiLU())
-    profile(model, torch.randn(X), recompute=["norm"], steps=2)
-    assert timed
-    assert searched
-    assert [kind for while_timed, kind in searched if while_timed] == []
 
 
 def test_samples_that_come_in_one_order_are_profiled():

@@ -38,7 +38,7 @@ def row_call(
     axis %= len(shape)
 
     def run() -> None:
-        from leannorm.ops.backends.triton import as_torch, rows
+        from leannorm.ops.backends.triton import rows
 
         x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
         weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
@@ -48,8 +48,6 @@ def row_call(
             x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast, valid
         )
         rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True, not rms, 0.0, valid)
-        if span[1] == len(shape) and valid is None and not (residual or rms):
-            as_torch.row_as_torch(x, mean, rstd, weight, bias, shape[-1], BF16)
 
     words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
     words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)
@@ -131,7 +129,7 @@ def channel_call(
     """Forward and backward pass of a per-channel norm, and single verbs; with a residual, from the output."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import as_torch, channel, channel_gradients
+        from leannorm.ops.backends.triton import channel, channel_gradients
 
         layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)] if last else None
         x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
@@ -145,9 +143,6 @@ def channel_call(
         channel.channel_moments(x, groups)
         channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
         channel.channel_evaluate(x, weight, bias, 1e-5, weight, bias, other, act)
-        if not groups and act in ("identity", "relu", "relu6"):
-            as_torch.channel_as_torch(x, weight, weight, weight, bias, other, act, False, False)
-            as_torch.channel_as_torch(x, mean, rstd, weight, bias, other, act, True, True)
         sums = channel_gradients.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
         p, q = (meta(tuple(mean.shape), F64) for _ in sums)
         channel_gradients.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)

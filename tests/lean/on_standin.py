@@ -246,9 +246,9 @@ OTHERS = {
 
 def main():
     """All cases, by name; of one that raised, the error."""
-    from leannorm.saving import device
+    from leannorm.ops import modes
 
-    device.capturing = lambda tensor: LIBRARY.is_capturing()
+    modes.capturing = lambda tensor: LIBRARY.is_capturing()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     cases = {f"{name}, {which}": (found, name, which, False) for name in MODELS for which in SETTINGS}

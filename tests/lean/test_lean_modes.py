@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import lean, reasons, recorded
+from leannorm.saving import lean, reasons
 
 SHAPE = (4, 3, 20, 20)
 SETTINGS = {
@@ -135,7 +135,6 @@ def test_a_mode_does_not_see_a_rebuild():
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 def test_fake_tensors_keep_what_real_ones_do(setting, outside):
     """And parameters that are real stay so. The backward pass runs within the mode, or outside of it."""
-    assert recorded.serves()
     _, real = trained(nullcontext, SETTINGS[setting], False)
     model, mode = network(), FakeTensorMode(allow_non_fake_inputs=True)
     before = [p.detach().clone() for p in model.parameters()]

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import IMAGES, SEQUENCES, assert_network_as_stock, in_threads
+from lean_cases import IMAGES, SEQUENCES, assert_network_as_stock, forget_trials, in_threads
 from programs.campaign import run_seeds, summary
 from programs.compare import judge
 from programs.language import parse
@@ -28,9 +28,8 @@ PROGRAMS, PARTS = 300, 2
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
-    NODES.forget_trials()
+def recording():
+    forget_trials()
 
 
 def train(context, make, inputs, steps=3):

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from lean_cases import forget_trials
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
@@ -15,9 +16,8 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
-    NODES.forget_trials()
+def recording():
+    forget_trials()
 
 
 def held_and_overwritten(x):

@@ -22,9 +22,8 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
-    NODES.forget_trials()
+def recording():
+    recorded.LOG.forget_trials()
 
 
 def network():

@@ -11,7 +11,7 @@ from lean_cases import assert_trains_as_torch, gradients
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import reasons, small
+from leannorm.saving import small
 
 SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|no plan)")
@@ -97,19 +97,6 @@ def test_what_another_branch_alone_has_saved_is_edited(of, done, settings, with_
     assert_trains_as_torch(train, settings)
 
 
-@pytest.mark.usefixtures("searched")
-def test_why_what_another_branch_has_saved_is_no_source(with_and_without_nodes):
-    linear, last = nn.Linear(64, 64), nn.Linear(64, 64)
-    for _ in range(3):
-        with lean("norm") as saved:
-            h = linear(torch.randn(64, 64))
-            log = h.norm()
-            loss = last(F.relu(h)).sum()
-        loss.backward()
-    assert log.requires_grad
-    assert any(reasons.ELSEWHERE in reason for reason in saved.reasons)
-
-
 class Written(nn.Module):
     """GELU by its formula: what saves half of its input also saves what the cube's branch leads to."""
 
@@ -123,7 +110,7 @@ def test_what_both_operands_lead_to_is_a_source(with_and_without_nodes):
         with lean("norm") as saved:
             loss = model(torch.randn(64, 64)).square().mean()
         loss.backward()
-        assert any(r.node in ("MulBackward0", "aten::mul") and r.rebuilt for r in saved.records)
+        assert any(r.node == "aten::mul" and r.rebuilt for r in saved.records)
 
 
 # ---------------------------------------------------------------- who reads, and where

@@ -1,7 +1,6 @@
 // The saved-tensor hooks: a tensor is saved by its value, and read back.
 #pragma once
 
-#include "../flags.h"
 #include "freed.h"
 #include "limit.h"
 #include "recorder.h"
@@ -35,7 +34,10 @@ inline void check_version(const SavedObject& s) {
               " instead. leannorm.lean() needs it for the backward pass: edit a copy of it, or edit it after backward().");
 }
 
+inline std::atomic<int64_t> alive = 0;  // tensors that nodes have saved, in all passes
+
 inline void forget_saved(PyObject* self) {
+  --alive;
   auto* const s = reinterpret_cast<SavedObject*>(self);
   if (s->log && s->value >= 0) {
     const Log::Lock lock(*s->log);
@@ -58,6 +60,7 @@ inline PyObject* new_saved() {
   new (&made->log) std::shared_ptr<Log>(), new (&made->geometry) std::optional<Geometry>(), new (&made->counter) std::optional<c10::VariableVersion>();
   new (&made->tensor) Tensor(), new (&made->original) Tensor(), new (&made->other) std::shared_ptr<const Other>(), new (&made->spec) py::object(), new (&made->layer) py::object();
   made->value = -1;
+  ++alive;
   return s;
 }
 

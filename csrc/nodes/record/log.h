@@ -156,7 +156,7 @@ class Limit;
 struct Policy {
   bool products = false, everything = false;
   int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
-  int64_t smallest = 1024, much_larger = 32;
+  int64_t smallest = 1, much_larger = 32;  // elements; a smaller tensor is held
   bool by_plan = false;  // what is in a row was planned: `runs` bounds the longest chain of calls alone
 };
 

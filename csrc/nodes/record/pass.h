@@ -155,6 +155,7 @@ inline void add_record(py::module_ module) {
   own_unpack = py::object(module.attr("record_unpack")).release().ptr();
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
   module.def("bytes_in_use", &InUse::of_process);
+  module.def("alive", [] { return alive.load(); });
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)
       .def_readonly("dropped", &Saved::dropped)
@@ -162,11 +163,11 @@ inline void add_record(py::module_ module) {
       .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
       .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask, py::object layer,
-                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers) {
-             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row},
+                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers, int64_t smallest) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row, smallest},
                                            Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(ask), subclasses, gathers);
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"),
-           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"))
+           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"), py::arg("smallest"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("packed", &Pass::packed)

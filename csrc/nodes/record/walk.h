@@ -268,6 +268,16 @@ inline bool has_several_values(const Tensor& t) {
   const Tensor row = t.reshape({-1});
   return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
 }
+// Is one of its numbers normal, of some? Of zeros and denormal ones nearly all kernels make the same.
+inline bool has_normal_numbers(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) return true;
+  const double least = dtype == at::kDouble ? 0x1p-1022 : dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
+  constexpr int64_t kSome = 4096;
+  const Below below;
+  const Tensor flat = t.is_non_overlapping_and_dense() ? t.as_strided({t.numel()}, {1}) : t.reshape({-1});
+  return flat.slice(0, 0, flat.numel(), std::max<int64_t>(flat.numel() / kSome, 1)).abs().ge(least).any().item<bool>();
+}
 // Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
 inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
   int64_t most = 0;
@@ -277,7 +287,8 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
     const Value& x = log.values[in];
     if (several || 2 * x.made.numel() < most) return;
     const auto made = scratch.find(in);
-    several = has_several_values(x.held.defined() || made == scratch.end() ? x.held : made->second);
+    const Tensor& t = x.held.defined() || made == scratch.end() ? x.held : made->second;
+    several = has_several_values(t) && has_normal_numbers(t);
   });
   return several;
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from functools import partial, wraps
 from html import escape
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -171,11 +171,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         mine = self._opened_here() if self._open else None
         if not mine:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
-        frame = sys._getframe(1)
-        place = place_of(frame) if self.place is None else self.place
-        planned = self._settings.goal is not None  # a plan looks at variables
-        around = _frames_from(frame) if planned else _NO_FRAMES
-        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place, around)
+        place = place_of(sys._getframe(1)) if self.place is None else self.place
+        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
@@ -275,16 +272,6 @@ _NOTHING = (None,) * 5
 _NAMES = str, type(None)
 _NAMED: dict[str | None, tuple[dict[str, Any], Settings]] = {}  # of those that `recompute` alone says
 _NO_LEDGER = Ledger()  # before the first pass
-_NO_FRAMES = frozenset[int]()
-
-
-def _frames_from(frame: FrameType | None) -> frozenset[int]:
-    """The `id`s of this function's frame and of those around it."""
-    around = set[int]()
-    while frame is not None:
-        around.add(id(frame))
-        frame = frame.f_back
-    return frozenset(around)
 
 
 def _not_a_setting(given: object) -> InputError:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from leannorm._report import bytes_in_words
 from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.plan import Plan
-from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
 
 if TYPE_CHECKING:
@@ -87,19 +85,13 @@ HEAD_OF_UNITS = (
     " free a layer's weight before its logits are read"
 )
 # Why an operation's output is kept, as records say it
-NO_RECIPE = "lean() has no recipe for it"
+NEVER = "lean() does not call it again, as it draws random numbers, sends, or writes into its arguments"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
-BEFORE = "what it was made of was not looked at, as the pass was small until then"
 PLANNED = "the plan keeps it"
 TOO_DEEP = "too many steps in a row lead to it from what is kept"
-ELSEWHERE = (
-    "what it was made of was saved in another branch alone, whose backward pass may never run, so that it may"
-    " be edited"
-)
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not show it"
-VIEW = "it is a view of what is kept"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
@@ -116,10 +108,9 @@ _ALWAYS_SAID = (
     OTHER_THREAD,
     KEPT,
     SMALLER,
-    NO_RECIPE,
+    NEVER,
     NOT_AT_HAND,
     TOO_DEEP,
-    ELSEWHERE,
     OTHER_BITS,
     EDITED,
     COLLECTIVE,
@@ -155,7 +146,7 @@ _FEWER, _LOWER = 0.8, 0.95  # of plain PyTorch's bytes and peak: more is no fewe
 def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
     """A sentence for each kind of node and reason, of which a twentieth of all bytes is kept."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
-    for node, _, _, nbytes, is_rebuilt, _, why in rows:
+    for node, _, _, nbytes, is_rebuilt, why in rows:
         stock += nbytes
         rebuilt += nbytes * is_rebuilt
         if why:
@@ -217,7 +208,7 @@ def unmeasured(more: int, free: int) -> str:
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """A recipe raised an error, or its trial did: the tensor is kept."""
+    """Hooks of the user's raised an error: the tensor is kept."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
     return f"an output of {made_by} is kept, since rebuilding it failed with {type(error).__name__}: {text}"
@@ -297,30 +288,6 @@ def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str
         f"{asked} is out of reach: all that can be rebuilt leaves {ratio:.2f} of the bytes, as"
         f" the rest cannot be computed again{by_name}, are inputs or statistics, or would raise the peak"
     )
-
-
-_CHECKPOINT = "torch.utils.checkpoint"
-_KNOWN = {"leannorm.saving.unpacking", "leannorm._nodes", _CHECKPOINT}
-
-
-def of_hooks_within(node: Any) -> list[str]:
-    """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
-    return [] if _unpacked_by(node) <= _KNOWN else [HOOKS_WITHIN]
-
-
-def is_checkpointed(node: Any) -> bool:
-    """Did the node run in a checkpoint, or is it a checkpoint's own?"""
-    function = getattr(type(node), "_forward_cls", None)
-    return getattr(function, "__module__", "") == _CHECKPOINT or _CHECKPOINT in _unpacked_by(node)
-
-
-def _unpacked_by(node: Any) -> set[str]:
-    """The modules of the hooks that unpack what the node saved; a function in Python does not show them."""
-    kind: Any = type(node)
-    if issubclass(kind, BackwardCFunction):  # whose class must not be remembered: a user may make many
-        return set()
-    hooks = [getattr(getattr(node, name), "unpack_hook", None) for name in saved_names(kind)]
-    return {hook.__module__ for hook in hooks if hook is not None}
 
 
 _WARNED: set[str] = set()

@@ -6,12 +6,9 @@ the table of operators, and says in words what the pass kept.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,14 +17,14 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import device, log, reasons, rows
+from leannorm.ops import modes
+from leannorm.saving import log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, VARYING, Operator
-from leannorm.saving.packing import SMALLEST
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
@@ -48,7 +45,7 @@ _NOTHING, _ARGUMENT, _RESULT = range(3)  # as Source in rules.h
 # in the order of `Why` in log.h
 _WHYS = (
     "",
-    reasons.NO_RECIPE,
+    reasons.NEVER,
     reasons.NOT_REPEATED,
     reasons.NOT_AT_HAND,
     reasons.TOO_DEEP,
@@ -73,6 +70,7 @@ _MET = {
     4: reasons.LIMIT_UNSEEN,
     8: reasons.BENCHMARK,
 }
+SMALLEST = 1024  # elements; a smaller tensor is held, and nothing is told of it
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -114,14 +112,12 @@ class _Rows:
         """A reader needed no rebuild."""
         LOG.record_skip(self._saved)
 
-    def read(self, flags: Flags | None = None) -> Tensor:
+    def read(self) -> Tensor:
         """The whole tensor."""
         tensor: Tensor = LOG.record_unpack_now(self._saved)
         return tensor
 
-    def source_of_rows(
-        self, cast: Callable[..., Tensor], flags: Flags | None
-    ) -> tuple[Tensor, list[torch.dtype]]:
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
         made: tuple[Tensor, list[torch.dtype]] = LOG.record_rows_of(self._saved)
         return made
@@ -132,7 +128,7 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    return device.capturing(tensor)
+    return modes.capturing(tensor)
 
 
 def record_in(module: Any) -> None:
@@ -153,30 +149,6 @@ def record_in(module: Any) -> None:
 
 
 record_in(log if NODES is None else NODES)
-
-
-_SEARCHES: ContextVar[bool] = ContextVar("searches", default=False)
-
-
-@contextmanager
-def searching() -> Iterator[None]:
-    """Within it nothing is recorded: `lean()` searches autograd's nodes, as it does on a GPU."""
-    before = _SEARCHES.set(True)
-    try:
-        yield
-    finally:
-        _SEARCHES.reset(before)
-
-
-def serves() -> bool:
-    """Is a pass in this thread recorded? In C++ each is; the log in Python is a mode, of CPU tensors.
-
-    `LEANNORM_RECORD=0` searches autograd's nodes instead.
-    """
-    if os.environ.get("LEANNORM_RECORD") == "0" or _SEARCHES.get():
-        return False
-    own = torch._C._len_torch_dispatch_stack() <= log.own_modes() and not torch.cuda.is_initialized()
-    return LOG is NODES or own
 
 
 def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
@@ -246,6 +218,7 @@ class RecordedPass:
             other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
+            smallest=SMALLEST,
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
@@ -324,14 +297,6 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (
-                name,
-                torch.Size(shape),
-                dtype,
-                nbytes,
-                dropped,
-                None,
-                reasons.made_of(self.whys[why * by_node], of),
-            )
+            (name, torch.Size(shape), dtype, nbytes, dropped, reasons.made_of(self.whys[why * by_node], of))
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]

@@ -3,6 +3,7 @@
 Its names are those that C++ has for saving/recorded.py.
 """
 
+from leannorm.saving.log.hooks import alive as alive
 from leannorm.saving.log.hooks import record_pack as record_pack
 from leannorm.saving.log.hooks import record_rows_of as record_rows_of
 from leannorm.saving.log.hooks import record_skip as record_skip

@@ -26,7 +26,7 @@ from leannorm.saving.log.tensors import (
     matches,
     shown,
 )
-from leannorm.saving.log.values import DROPPED, HELD, SMALLEST, Cause, Why
+from leannorm.saving.log.values import DROPPED, HELD, Cause, Why
 from leannorm.saving.log.walk import decide, hold_again
 from leannorm.saving.shards import PLAIN
 from leannorm.saving.shards import counter_of as counter_of_shared
@@ -57,6 +57,14 @@ class Other:
         (self.sizes, self.place, self.nbytes), self.dtype = told, dtype
 
 
+_ALIVE = set[int]()
+
+
+def alive() -> int:
+    """Tensors that nodes have saved, in all passes."""
+    return len(_ALIVE)
+
+
 class Saved:
     """What a node keeps in the place of a tensor: a value as a view shows it, or a tensor that is kept."""
 
@@ -75,6 +83,7 @@ class Saved:
     )  # fmt: skip
 
     def __init__(self) -> None:
+        _ALIVE.add(id(self))
         self.log: Log | None = None
         self.value, self.version = -1, 0
         self.shape: Geometry | None = None  # none: as the value was made
@@ -87,6 +96,7 @@ class Saved:
         self.is_leaf = False
 
     def __del__(self) -> None:
+        _ALIVE.discard(id(self))
         log = self.log
         if log is None:
             return
@@ -215,7 +225,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
             x.listed, x.number = True, len(log.listed)
             log.listed.append(v)
     follower = log.passes[-1].follower
-    movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= SMALLEST
+    movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= log.policy.smallest
     leaf = (
         whole.grad_fn is None and not movable
     )  # autograd reads what it holds, also where its data is replaced

@@ -15,7 +15,7 @@ from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.plans import Follower, Times, said, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
 from leannorm.saving.log.rules import RULES, TABLE, Row
-from leannorm.saving.log.values import DROPPED, HELD, SMALLEST, Policy, Value, Why
+from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
 
 
 class RecordedTensors:
@@ -65,6 +65,7 @@ class RecordedPass:
         other: Callable[[Tensor], Any],
         subclasses: bool,
         gathers: bool,
+        smallest: int,
     ) -> None:
         self.layer, self.hold, self.other = layer, hold, other
         log = THREAD.log
@@ -77,7 +78,7 @@ class RecordedPass:
         with log:
             log.settle()
             hand_over(log)
-            log.policy = Policy(products, everything, sums, runs, row)
+            log.policy = Policy(products, everything, sums, runs, row, smallest=smallest)
             self.first, self.first_call, self.first_pack = len(log.listed), len(log.calls), log.packs
             self.first_other = len(log.others)
             self.follower = Follower(ask, log.policy, self.first)
@@ -127,7 +128,12 @@ class RecordedPass:
                 and not x.copied
                 and not x.lost
             )
-            if not unsaid or x.made.numel < SMALLEST or x.made.dtype == torch.int64 or x.held is None:
+            if (
+                not unsaid
+                or x.made.numel < log.policy.smallest
+                or x.made.dtype == torch.int64
+                or x.held is None
+            ):
                 continue
             owners = 1 + log.leaves.get(v, 0)
             storage = x.held.untyped_storage()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.price import groups_of, operations
-from leannorm.saving.log.values import COPIED, DROPPED, HELD, SMALLEST, Cause, Policy, Value, Why
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Cause, Policy, Value, Why
 from leannorm.saving.log.walk import Walk
 
-_nodes_made = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_nodes_made = torch._C._autograd._get_sequence_nr
 _WANTS, _HAS_GRADIENT = 1, 2  # of a value: a gradient comes; it is added to one that is there
 
 
@@ -53,7 +53,7 @@ class Follower:
     def has_place(self, x: Value, tensor: Tensor) -> bool:
         """Is there a choice? As in `decide`."""
         placed = self.ask is not None and tensor.grad_fn is not None and not x.parameter
-        return placed and x.made.numel >= SMALLEST
+        return placed and x.made.numel >= self.policy.smallest
 
     def drops(self, log: Log, x: Value, tensor: Tensor) -> bool:
         """May this value be dropped? `tensor`: as it is saved now."""

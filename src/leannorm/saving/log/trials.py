@@ -14,6 +14,7 @@ from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
 from leannorm.saving.log.values import Call
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
+_SOME = 4096  # numbers
 _TRIED = Counter[Hashable]()
 """How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several
 values speak for others. A kind that once gave other bits is below 0."""
@@ -98,6 +99,17 @@ def _has_several_values(tensor: Tensor) -> bool:
         return bool(row.ne(row[:1]).any())
 
 
+def _has_normal_numbers(tensor: Tensor) -> bool:
+    """Is one of its numbers normal, of some? Of zeros and denormal ones nearly all kernels make the same."""
+    if tensor.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return True
+    with below():
+        dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
+        some = flat[:: max(flat.numel() // _SOME, 1)]
+        return bool(some.abs().ge(torch.finfo(tensor.dtype).tiny).any())
+
+
 def _tells(log: Log, call: Call, replay: Replay) -> bool:
     """Do the call's arguments have several values? A norm of zeros is its bias, however it is computed."""
     inputs = log.inputs_of(call)
@@ -107,6 +119,8 @@ def _tells(log: Log, call: Call, replay: Replay) -> bool:
     for i in inputs:
         held = log.values[i].held
         made = replay.made.get(i) if held is None else held
-        if 2 * log.values[i].made.numel >= most and made is not None and _has_several_values(made):
+        if 2 * log.values[i].made.numel < most or made is None:
+            continue
+        if _has_several_values(made) and _has_normal_numbers(made):
             return True
     return False

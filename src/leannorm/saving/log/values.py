@@ -197,9 +197,7 @@ class Policy(NamedTuple):
     runs: int = 32
     row: int = 2
     by_plan: bool = False
-
-
-SMALLEST, MUCH_LARGER = 1024, 32  # elements; times
+    smallest: int = 1  # elements; a smaller tensor is held
 
 
 def results_read(call: Call) -> Iterable[int]:

@@ -13,7 +13,7 @@ from leannorm.saving.log.price import is_costly
 from leannorm.saving.log.rules import ONCE, PRODUCT, SKIP, SUM
 from leannorm.saving.log.tensors import below, copy_of, over, sample_of, shown
 from leannorm.saving.log.trials import has_its_bits, is_refused
-from leannorm.saving.log.values import COPIED, DROPPED, HELD, MUCH_LARGER, SMALLEST, Call, Cause, Why
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Why
 
 _DEPTH = 64
 _FOREVER = 1 << 60
@@ -225,6 +225,9 @@ def hold_again(log: Log, v: int, held: Tensor, why: int, cause: Cause) -> None:
         log.release(i)
 
 
+_MUCH_LARGER = 32  # times
+
+
 def decide(log: Log, v: int) -> None:
     """A saved value that is held: may it be dropped?"""
     x, policy = log.values[v], log.policy
@@ -234,9 +237,9 @@ def decide(log: Log, v: int) -> None:
     log.largest = max(log.largest, elements)
     if x.call < 0:
         x.why = Why.NONE
-    if x.call < 0 or elements < SMALLEST:
+    if x.call < 0 or elements < policy.smallest:
         return
-    if not policy.everything and elements * MUCH_LARGER <= log.largest:
+    if not policy.everything and elements * _MUCH_LARGER <= log.largest:
         x.why = Why.SMALLER
         return
     was, x.held = x.held, None

@@ -59,8 +59,6 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _room(operator: str) -> str:
-    if operator.endswith("as_torch"):
-        return "as_torch"
     if operator in schema.BETWEEN or operator == "message_of":
         return "statistics"
     if operator.startswith("row_gated"):
@@ -72,7 +70,7 @@ def _room(operator: str) -> str:
 
 _OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
 # kernels without an operator
-_FUNCTIONS = ("message_of", "channel_evaluate", "channel_as_torch", "row_as_torch")
+_FUNCTIONS = ("message_of", "channel_evaluate")
 _NAMES = _OPERATORS + _FUNCTIONS
 
 
@@ -179,16 +177,6 @@ class Triton(CompiledGated):
         x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
         arguments = x, mean, var, float(eps), weight, bias, residual, act
         y: Tensor = _kernels.channel_evaluate.call(arguments, lambda *_: both(x, running, eps, epilogue))
-        return y
-
-    def channel_as_torch(self, *arguments: Any) -> Tensor:
-        """As the function of this name in `as_torch.py`."""
-        y: Tensor = _kernels.channel_as_torch.call(arguments, _kernels.channel_as_torch)
-        return y
-
-    def row_as_torch(self, *arguments: Any) -> Tensor:
-        """As the function of this name in `as_torch.py`."""
-        y: Tensor = _kernels.row_as_torch.call(arguments, _kernels.row_as_torch)
         return y
 
     def message_of(

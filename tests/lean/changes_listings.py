@@ -1,4 +1,4 @@
-"""Programs with a change (`other`) that one of the memo's guards sees; see test_lean_memo.py."""
+"""Programs with a change (`other`) of which no shape tells; see test_lean_changes.py."""
 
 import torch
 import torch.nn.functional as F
