@@ -244,11 +244,11 @@ def test_backends_do_not_import_each_other():
     folder = SOURCE / "ops" / "backends"
     before = [
         "reference_rows",
-        "reference_modulated",
+        "reference_gated",
         "reference",
         "backend",
         "compiled",
-        "compiled_modulated",
+        "compiled_gated",
         "shown",
     ]
     of = {name: before[:i] for i, name in enumerate(before)} | {"library": []}
@@ -297,7 +297,7 @@ def test_an_operator_is_named_in_few_files_of_the_kernels():
     """
     files = [*(SOURCE / "ops").rglob("*.py"), *(ROOT / "csrc").glob("*.cpp")]
     texts = {path: path.read_text() for path in files if path.name not in BESIDE}
-    for operator in (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN):
+    for operator in (*schema.OPERATORS, *schema.BETWEEN):
         assert sum(bool(re.search(rf"\b{operator}\b", text)) for text in texts.values()) <= 6, operator
 
 

@@ -120,7 +120,7 @@ PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 Tensor row_norm(const Given& of, int64_t start, bool rms) {
   static const Operator forward("row_forward");
   const auto& [x, weight, bias, eps, by_triton, records] = of;
-  Stack stack = stack_of(x, Tensor(), weight, bias, start, x.dim(), eps, rms, 0.0, false, Tensor());
+  Stack stack = stack_of(x, Tensor(), weight, bias, start, x.dim(), eps, rms, 0.0, false, Tensor(), Tensor());
   if (!forward.taken(stack, by_triton)) return {};
   Tensor y = tensor(stack, 0);
   if (!records) return y;

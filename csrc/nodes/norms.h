@@ -164,7 +164,7 @@ struct RowNorm final : Direct {
     static const Operator backward("row_backward");
     const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
     Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
-                           needs(1) || needs(2), 0.0, Tensor());
+                           needs(1) || needs(2), needs(2), 0.0, Tensor(), Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
     return gradients_in(stack);
   }

@@ -125,7 +125,7 @@ def test_a_goal_out_of_reach_is_told_once_and_the_dtype_is_said(tmp_path, monkey
         assert main(["profile", "deep:made", *arguments]) == 0
     assert not [one for one in heard if "leannorm" in str(one.message)]
     out, err = capsys.readouterr()
-    assert out.count("is out of reach") == out.count("lowers no peak") == 1
+    assert out.count("budget=0.001 is out of reach") == out.count("lowers no peak") == 1
     assert "out of reach" not in err
     assert "bfloat16 parameters" in out
 

@@ -235,7 +235,7 @@ def test_two_backward_passes():
 
 def test_other_threads_are_left_alone():
     model, seen = Model(), []
-    with lean(head=True):
+    with lean("norm", head=True):
         thread = Thread(target=lambda: seen.append(type(model(TOKENS))))
         thread.start()
         thread.join()

@@ -121,7 +121,7 @@ inline void hand_over(Log& log) {
     Value& x = log.values[v];
     if (x.refs == 0 || x.state != Value::kHeld) continue;
     if (!x.sample.taken) x.sample = Sample::of(given);
-    const Below below;
+    const Below below(x.made.fake);
     x.held = at::empty({0}, given.options()), x.elsewhere = of_python(std::move(made));
   }
 }
@@ -164,7 +164,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (movable) log.to_move.push_back(v);
-  if (!leaf && log.limit) return log.limit->saved(log, x.storage_bytes);
+  if (!leaf && log.limit && !is_on_device(x.made)) return log.limit->saved(log, x.storage_bytes);
+  if (log.limit && is_on_device(x.made)) log.meets(kBeyondLimit);
   const bool waits = !log.open.empty() && x.call == log.open.back();
   x.narrow = !drops && log.following.back()->narrows && may_be_narrow(log, x);
   const bool decides = !leaf && (drops || x.narrow);
@@ -208,6 +209,10 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (keeps) {
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
+    if (current && !busy && t.is_leaf() && !t.device().is_cpu() && plain(t)) {
+      const Log::Lock lock(*current);
+      if (const int v = current->value_of(t); v >= 0) current->values[v].pinned = true;
+    }
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
@@ -257,6 +262,7 @@ inline Tensor rebuilt(SavedObject& s) {
   if (x.shown.defined()) t = x.shown;
   else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
   else {
+    if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
     t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
     TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"

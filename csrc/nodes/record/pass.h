@@ -91,6 +91,7 @@ struct Pass {
     const Log::Lock lock(*log);
     log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (!log->limit) encode_freed(*log, /*all=*/true);
+    if (log->passes == 1) copy_all_small(*log);
     note_those_alone();
     std::erase(log->following, &follower);
     follower.forget_times(*log);
@@ -176,6 +177,12 @@ inline void add_record(py::module_ module) {
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
       .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
+      .def("device", [](const Pass& p) -> std::string {  // of the largest tensor that it has saved
+        const Value* most = nullptr;
+        for (size_t i = std::min(p.first, p.log->listed.size()); i < p.log->listed.size(); ++i)
+          if (const Value& x = p.log->values[p.log->listed[i]]; most == nullptr || x.storage_bytes > most->storage_bytes) most = &x;
+        return most == nullptr ? "cpu" : most->made.device.str();
+      })
       .def("places", [](const Pass& p) { return p.follower.place + 1; })
       .def("timeline", [](const Pass& p) {
         const Log::Lock lock(*p.log);
@@ -196,6 +203,9 @@ inline void add_record(py::module_ module) {
                                 py::object shared, py::object compare) {
     python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
   });
+  module.def("set_varying", [](const std::vector<std::string>& names) { varying().insert(names.begin(), names.end()); });
+  module.def("set_capturing", [](py::object asked) { asks_capturing() = std::move(asked); });
+  module.def("set_fakes", [](const py::type& type, py::object make) { fakes() = {reinterpret_cast<PyTypeObject*>(type.ptr()), std::move(make)}; });
   module.def("exposed", [] { return watched().left.load(); });
   module.def("forget_trials", [] { trust().forget(); });
 }

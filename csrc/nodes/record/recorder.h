@@ -131,7 +131,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const bool inference = c10::InferenceMode::is_enabled();  // which excludes autograd too
-  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_subclass()) return nullptr;  // part of a call
+  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_call_of_calls()) return nullptr;  // part of a call
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
@@ -147,8 +147,8 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
   call.in_checkpoint = runs_in_checkpoint();
   const auto flags = log.number_of_flags();
-  call.flags = flags.value_or(0);
-  call.usable = flags.has_value() && !inference && !c10::impl::dispatch_mode_enabled();
+  call.flags = flags.value_or(0), call.of_mode = are_modes();
+  call.usable = flags.has_value() && !inference && !call.of_mode;
   read_arguments(log, call, fn.inputs());
   if (rule->kind != Kind::kSkip) for_written(*rule, fn.inputs(), [&](const Tensor& t) { about_to_write(log, number, call, t); });
   log.calls[number] = std::move(call);
@@ -183,8 +183,11 @@ inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   Log& log = *opened->log;
   const Log::Lock lock(log);
   const int number = opened->call;
+  const bool is_there = !log.closed && number < static_cast<int>(log.calls.size());
+  for (const int memory : is_there ? log.calls[number].writing : decltype(Call::writing)())
+    if (Value& x = log.values[log.memories[memory].current]; log.is_in_mode(memory, x)) x.version = x.counter.current_version();
   while (!log.open.empty() && log.open.back() >= number) log.open.pop_back();
-  if (log.closed || number >= static_cast<int>(log.calls.size())) return;
+  if (!is_there) return;
   if (fn.outputs().empty()) log.calls[number].usable = false;  // it raised, or has no result
   for (const int memory : log.calls[number].writing)
     if (log.memories[memory].writer == number) log.written(memory);

@@ -1,6 +1,8 @@
 // What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
 #pragma once
 
+#include "copies.h"
+#include "encode_unseen.h"
 #include "price.h"
 #include "replay.h"
 #include "trust.h"
@@ -80,7 +82,7 @@ class Walk {
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be held
       return taken.push_back(v), true;
     }
-    const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
+    const auto source = x.storage_bytes > may_hold_ ? coding::source_of_cast(log_, x) : std::nullopt;
     const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
     if (bytes > may_hold_) return false;
     may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
@@ -96,14 +98,6 @@ class Walk {
       if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
     may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
     return taken.push_back(in), true;
-  }
-  // The dtype that a widening cast was made of.
-  std::optional<at::ScalarType> source_of(int v) const {
-    const Value& x = log_.values[v];
-    const Call& call = log_.calls[x.call];
-    if (call.rule->name != "aten::_to_copy" || call.reads.size() != 1) return {};
-    const at::ScalarType from = log_.geometry_of(call.reads[0]).dtype;
-    return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
   }
   // Are the results held from which the first one follows faster?
   bool by_result(const Call& call, int v) const {
@@ -127,8 +121,11 @@ class Walk {
     if (depth == 0) return says(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
     if (call.sends || call.rule->sends) return says(Why::kCollective, v);
-    if (!call.usable) return says(Why::kFlags, v);
+    if (!call.usable) return says(call.of_mode ? Why::kMode : Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
+    if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return says(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->varies && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return log_.meets(kTimedCalls), says(Why::kTimed, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;
     const bool product = call.rule->kind == Kind::kProduct, window = product && call.rule->formula == Formula::kNone;
@@ -173,10 +170,10 @@ inline bool encode(Log& log, int v) {
   if (!may_be_coded(x, x.held)) return false;
   const Sample sample = Sample::of(x.held);
   if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
-  const Below below;
+  const Below below(x.made.fake);
   std::optional<Coded> made;
   try {
-    made = coded(x.held);
+    made = x.made.is_on_host() ? coded(x.held) : coded_unseen(log, x);
   } catch (const std::exception&) {  // out of memory: it is kept as it is
   }
   if (!made) return false;
@@ -192,7 +189,7 @@ inline void wait_for(Log& log, int v) {
 
 // A copy of a concatenation's argument, out of its result.
 inline Tensor part_of(const Log& log, const Value& whole, int part) {
-  const Below below;
+  const Below below(whole.made.fake);
   const Call& call = log.calls[whole.call];
   const Geometry& made = log.values[part].made;
   const Tensor all = shown(whole.held, whole.made), copy = at::empty_strided(made.sizes, made.strides, all.options());
@@ -214,8 +211,10 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied)
-      x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied) {
+      x.shown = x.held;
+      copy_small(log, one);
+    }
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
       if (x.as == Value::kPart) {
@@ -226,7 +225,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
-      if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
+      if (x.call < 0 && x.storage_bytes <= kCopied) copy_small(log, one);
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
       if (x.call < 0) continue;
       if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
@@ -264,7 +263,7 @@ inline void release(Log& log, int v) {
 
 // Of a device's tensor all are compared, for which the host waits: only trials ask.
 inline bool has_several_values(const Tensor& t) {
-  if (!t.defined() || t.numel() == 0 || t.device().is_cpu()) return t.defined() && Sample::of(t).tells;
+  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).tells;
   const Below below;
   const Tensor row = t.reshape({-1});
   return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
@@ -283,8 +282,9 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
   return several;
 }
 
-// Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
-inline bool has_its_bits(Log& log, int v) {
+// Calls of a kind that is not trusted are made once on the spot, and the bits are compared. On a device the host waits for that:
+// not while a graph is captured, nor for ever where values tell nothing.
+inline Why has_other_bits(Log& log, int v) {
   c10::SmallVector<int, 4> untried;  // calls
   c10::SmallVector<int, 16> left{v};
   ++log.stamp;
@@ -296,7 +296,11 @@ inline bool has_its_bits(Log& log, int v) {
     if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
-  if (untried.empty()) return true;
+  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // a fake tensor has what a real one's trial would find
+  if (is_on_device(log.values[v].made)) {
+    const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
+    if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
+  }
   const Tensor was = std::exchange(log.values[v].held, {});
   bool same = false, of_numbers = true;
   std::map<int, Tensor> scratch;
@@ -312,13 +316,15 @@ inline bool has_its_bits(Log& log, int v) {
     for (const int call : untried)
       if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
   }
+  if (is_on_device(log.values[v].made))
+    for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
   log.values[v].held = was;
   if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
     const int last = log.values[v].call;
     if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
     for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
   }
-  return same;
+  return same ? Why::kNone : Why::kOtherBits;
 }
 
 // A dropped value that is saved again, where it could not be made again: it is held from now on.
@@ -361,9 +367,9 @@ inline void decide(Log& log, int v) {
   if (!can) return void((log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why, log.values[v].cause = cause));
   const Call& call = log.calls[log.values[v].call];
   for_inputs(log, call, [&](int in) { need(log, in, taken); });
-  if (!has_its_bits(log, v)) {
+  if (const Why other = has_other_bits(log, v); other != Why::kNone) {
     for_inputs(log, call, [&](int in) { release(log, in); });
-    return void(log.values[v].why = Why::kOtherBits);
+    return void(log.values[v].why = other);
   }
   Value& dropped = log.values[v];
   dropped.sample = Sample::of(shown(was, dropped.made));

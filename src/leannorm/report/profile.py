@@ -60,7 +60,7 @@ def profile(
     >>> report = leannorm.profile(model, torch.randn(2, 3, 20, 20), steps=1)
     >>> [setting.name for setting in report.settings]
     ['stock', 'lean', 'norm', 'conv']
-    >>> report.settings[1].kept < report.settings[0].kept
+    >>> report.settings[2].kept < report.settings[0].kept
     True
     """
     _checks.module(model, "profile")

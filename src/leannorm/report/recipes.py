@@ -131,7 +131,6 @@ _BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
         ),
         "leannorm.ChannelAffine": _our_running_norm,
         "leannorm.RowNorm": lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3),
-        "leannorm.AdaNorm": lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0]),
         "leannorm.GatedNorm": lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:]),
         "leannorm.ConvNorm": lambda x, leaf: functional.conv_batch_norm(
             leaf, _kernel(), None, None, None, *_affine(leaf), training=True

@@ -54,7 +54,7 @@ class Rates(NamedTuple):
 
 
 _GB, _T = 1e9, 1e12
-_IN_CPP = {"hold": 10e-6, "rebuild": 10e-6}  # what the hooks take where they are C++
+_IN_CPP = 10e-6  # seconds of either hook, where they are C++
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
@@ -88,7 +88,8 @@ def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
     if goal.promises_time:
         return measured(device)
     in_cpp = NODES is not None and goal.overhead is not None
-    return table(device)._replace(**_IN_CPP) if in_cpp else table(device), None
+    rates = table(device)
+    return rates._replace(hold=_IN_CPP, rebuild=_IN_CPP) if in_cpp else rates, None
 
 
 RANKS = (

@@ -103,7 +103,10 @@ VIEW = "it is a view of what is kept"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
-OTHER_FLAGS = "its operator ran in a mode, or on tensors that lean() does not rebuild"
+OTHER_FLAGS = "its operator ran on tensors that lean() does not rebuild"
+MODE = "a mode (TorchDispatchMode) gave it, not an operator that it called"
+UNTRIED = "its operator was not tried before a CUDA graph's capture, or on values that tell nothing"
+TIMED = "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark), so that another may follow"
 CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
 OTHER_THREAD = "another thread saved it than the one that opened lean(), as torch.jit.fork has it"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
@@ -123,6 +126,8 @@ _ALWAYS_SAID = (
     SHARDED,
     UNSEEN,
     OTHER_FLAGS,
+    MODE,
+    UNTRIED,
 )  # of the others, where they are nearly all
 
 STRAYED = (

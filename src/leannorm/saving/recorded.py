@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,20 +20,20 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import log, reasons, rows
+from leannorm.saving import device, log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
-from leannorm.saving.operators import OPERATORS, Operator
+from leannorm.saving.operators import OPERATORS, VARYING, Operator
 from leannorm.saving.packing import SMALLEST
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
 from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
 
@@ -62,9 +62,17 @@ _WHYS = (
     reasons.SHARDED,
     reasons.CHECKPOINTED,
     reasons.KEPT,
+    reasons.MODE,
+    reasons.UNTRIED,
+    reasons.TIMED,
 )
 # bits of `Met` in log.h
-_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
+_MET = {
+    1: reasons.COMPILED_WITHIN,
+    2: reasons.HOOKS_WITHIN,
+    4: reasons.LIMIT_UNSEEN,
+    8: reasons.BENCHMARK,
+}
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -123,6 +131,10 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
+def _is_captured(tensor: Tensor) -> bool:
+    return device.capturing(tensor)
+
+
 def record_in(module: Any) -> None:
     """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
     global LOG
@@ -132,6 +144,9 @@ def record_in(module: Any) -> None:
         LOG.set_operator(
             name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
+    if module is NODES:
+        NODES.set_varying(list(VARYING))
+        NODES.set_capturing(_is_captured)
     LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
@@ -154,16 +169,27 @@ def searching() -> Iterator[None]:
 
 
 def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on CPU tensors.
+    """Is a pass in this thread recorded? In C++ each is; the log in Python is a mode, of CPU tensors.
 
-    `LEANNORM_RECORD` is "0" to search autograd's nodes instead, or "1" to record on GPUs, too, which has not
-    run on one yet.
+    `LEANNORM_RECORD=0` searches autograd's nodes instead.
     """
-    asked = os.environ.get("LEANNORM_RECORD")
-    own = 0 if LOG is NODES else log.own_modes()
-    if asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack() > own:
+    if os.environ.get("LEANNORM_RECORD") == "0" or _SEARCHES.get():
         return False
-    return asked == "1" or not torch.cuda.is_initialized()
+    own = torch._C._len_torch_dispatch_stack() <= log.own_modes() and not torch.cuda.is_initialized()
+    return LOG is NODES or own
+
+
+def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
+    """A fake tensor over the storage of one on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, torch.device(device))
+
+
+@lru_cache
+def _know_fakes() -> None:
+    """Fake tensors are recorded from now on."""
+    NODES.set_fakes(sys.modules["torch._subclasses.fake_tensor"].FakeTensor, _fake)
 
 
 @left_to_python
@@ -203,7 +229,9 @@ class RecordedPass:
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
-        units = Units()
+        self._units = units = Units()
+        if LOG is NODES and "torch._subclasses.fake_tensor" in sys.modules:
+            _know_fakes()
         self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
@@ -237,6 +265,8 @@ class RecordedPass:
         self._pass.close()
         self.missed = self._pass.missed()
         self.recorded.close()
+        if (unit := self._units.freed_first) is not None:
+            self.recorded.whys[_WHYS.index(reasons.SHARDED)] = reasons.sharded(*wrap_of(unit))
         self.seen = self._pass.packed()
         self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
         met = self._pass.met() if self.seen else 0
@@ -250,7 +280,9 @@ class RecordedPass:
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self._way is not None
-        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
+        return self._way.passed(
+            self._timeline, self._pass.places(), self.reasons, torch.device(self._pass.device())
+        )
 
     def forget(self) -> None:
         """Let go of what only a plan is made from."""
@@ -263,6 +295,7 @@ class Recorded:
     def __init__(self, saved: Callable[[], Any]) -> None:
         self._now: Callable[[], Any] | None = saved
         self._then: Any = None
+        self.whys = list(_WHYS)
 
     def close(self) -> None:
         """Remember what is held now."""
@@ -291,6 +324,14 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(_WHYS[why * by_node], of))
+            (
+                name,
+                torch.Size(shape),
+                dtype,
+                nbytes,
+                dropped,
+                None,
+                reasons.made_of(self.whys[why * by_node], of),
+            )
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]

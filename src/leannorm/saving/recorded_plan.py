@@ -67,9 +67,9 @@ class Way:
             entry.places = self._log.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
         return entry.places
 
-    def passed(self, told: tuple[Any, ...], count: int, said: Counter[str]) -> Pass:
-        """The pass that ends now, by its log, for a plan."""
-        rates, why = rates_for(self.following.goal, torch.device("cpu"))
+    def passed(self, told: tuple[Any, ...], count: int, said: Counter[str], device: torch.device) -> Pass:
+        """The pass that ends now, by its log, for a plan, with the rates of the device."""
+        rates, why = rates_for(self.following.goal, device)
         if why is not None:
             said[why] = 1
         timeline = Timeline(told, rates, self.narrows)

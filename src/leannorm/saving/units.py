@@ -21,6 +21,7 @@ class Units:
     def __init__(self) -> None:
         self._owners: dict[int, Any] = {}  # by the weight's memory
         self._seen = 0  # groups of weights that have been gathered before
+        self.freed_first: Any = None  # the first unit of which that was asked, and which did not run
 
     @property
     def exist(self) -> bool:
@@ -45,7 +46,10 @@ class Units:
     def owner_runs(self, tensor: Tensor) -> int:
         """0: it is no unit's weight; 1: of one that runs now; 2: of one that does not, as in `freed`."""
         unit = self._owner_of(tensor)
-        return 0 if unit is None else 1 if unit._training_state.name == "FORWARD" else 2
+        if unit is None or unit._training_state.name == "FORWARD":
+            return 0 if unit is None else 1
+        self.freed_first = unit if self.freed_first is None else self.freed_first
+        return 2
 
     def _owner_of(self, tensor: Tensor) -> Any:
         memory = tensor.untyped_storage()._cdata

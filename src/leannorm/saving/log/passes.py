@@ -151,6 +151,10 @@ class RecordedPass:
     def missed(self) -> int:
         return 0
 
+    def device(self) -> str:
+        """That of the largest tensor that it has saved: a mode records CPU tensors alone."""
+        return "cpu"
+
     def places(self) -> int:
         return self.follower.place + 1
 

@@ -119,7 +119,7 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
     full = rule.full(args, kwargs)
     call = Call(rule, full, len(args), tuple(kwargs))
     log.calls.append(call)
-    call.usable = not (_modes_below() or _inference()) and current() == log.flags
+    call.usable, call.flags = not (_modes_below() or _inference()), current()
     unpack = unpack_of_others()
     call.in_checkpoint = unpack is not None and is_of_checkpoint(unpack)
     tensors = read_arguments(log, number, call)

@@ -96,7 +96,7 @@ class Replay:
         ]
         busy, log.busy = log.busy, True
         try:
-            with below(), torch.set_grad_enabled(call.grad_mode):
+            with call.flags.set(), below(), torch.set_grad_enabled(call.grad_mode):
                 if call.by_result:
                     results = {out: self.made[log.result_of(call, out)] for out in results_read(call)}
                     self._keep(log.result_of(call, 0), self._by_results(call, read, results))

@@ -40,7 +40,7 @@ def _kind_of(log: Log, call: Call) -> Hashable:
             shape = log.shape_of(read)
             strides = [1 if s == 1 else 0 if s == 0 else -1 for s in shape.strides]
             reads.append((shape.dtype, shape.device.type, read.at, read.shape is None, *strides))
-        call.kind = call.rule.op, call.grad_mode, log.flags, repr(call.args), tuple(reads)
+        call.kind = call.rule.op, call.grad_mode, call.flags, repr(call.args), tuple(reads)
     return call.kind, call.by_result
 
 

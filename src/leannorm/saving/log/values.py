@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.saving.flags import Flags
 from leannorm.saving.log.rules import Rule
 from leannorm.saving.log.tensors import Geometry
 
@@ -137,8 +138,8 @@ class Read(NamedTuple):
 class Call:
     __slots__ = (
         "args",
-        "before",
-        "by_result",
+        "before", "by_result",
+        "flags",
         "grad_mode",
         "in_checkpoint",
         "kind",
@@ -151,6 +152,8 @@ class Call:
         "usable",
         "writing",
     )  # fmt: skip
+
+    flags: Flags  # under which it ran
 
     def __init__(self, rule: Rule, args: list[Any], positional: int, named: tuple[str, ...]) -> None:
         self.rule, self.args, self.positional, self.named = rule, args, positional, named

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import Gating, KeptByChannelNorm, Modulation, Rows
+from leannorm._types import Gating, KeptByChannelNorm, Rows
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.fast import call_of
-from leannorm.autograd.modulated import AdaNorm, GatedNorm
-from leannorm.autograd.rows import RowNorm
+from leannorm.autograd.gated import GatedNorm
+from leannorm.autograd.rows import RowNorm, with_scale
 from leannorm.ops.backends import CPU, TRITON, Backend
+from leannorm.ops.precision import compute_dtype
 from leannorm.saving.graph import kept_by, kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, joined, matches_torch
@@ -116,6 +117,8 @@ def row_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> 
         return _sum(value_of) if call.adds_alike else None
     if kept is None:
         return None
+    if kept.scale is not None:
+        return _with_scale(kept, call, value_of)
     before_bias = 1 + call.has_residual + (kept.weight is not None)
     known, bias = _bias(None, before_bias, value_of, call.has_bias)
     if not known:
@@ -124,37 +127,29 @@ def row_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> 
     return Step(_row_forward, (kept.x,), captured, (call.backend.whole, call.rows))
 
 
-def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+def _scaled_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
     *shift, weight, bias, backend, rows = rest
-    of_scale = scale, (shift or [None])[0], weight, bias
-    y: Tensor = backend.ada_forward(x, Modulation(None, None, *of_scale), rows)[0]
+    affine = with_scale(scale, (shift or [None])[0], weight, bias, compute_dtype(x))
+    y: Tensor = backend.row_forward(x, None, *affine, rows)[0]
     return y
 
 
-@recipe(kind_of_function(AdaNorm))
-def ada_norm(node: Any, output: int, value_of: ValueOf, like: Tensor | None) -> Step | None:
+def _with_scale(kept: Any, call: Any, value_of: ValueOf) -> Step | None:
     """From x or the sum; scale and shift may be as large, so they are inputs and no copies."""
-    if output:
-        without_gate = node.dtypes[2] is None
-        return _sum(value_of) if without_gate and node.dtypes[0] == node.dtypes[1] else None
-    kept = _kept(node)
-    if kept is None or kept.scale is None:
-        return None
-    *before_shift, has_shift, _, _ = (dtype is not None for dtype in node.dtypes)
     inputs = [kept.x, kept.scale]
-    if has_shift:
-        shift = value_of(sum(before_shift))
+    if call.has_shift:
+        shift = value_of(2 + call.has_residual + (kept.gate is not None))
         if shift is None:
             return None
         inputs.append(shift)
     captured = copy_of(kept.weight), copy_of(kept.bias)
-    return Step(_ada_forward, tuple(inputs), captured, (node.backend, node.rows))
+    return Step(_scaled_forward, tuple(inputs), captured, (call.backend.whole, call.rows))
 
 
 def _gated_forward(
     x: Tensor, gate: Tensor, weight: Tensor | None, backend: Backend, gating: Gating
 ) -> Tensor:
-    return backend.gated_forward(x, gate, weight, gating)[0]
+    return backend.row_gated_forward(x, gate, weight, gating)[0]
 
 
 @recipe(kind_of_function(GatedNorm))
