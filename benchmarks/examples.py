@@ -24,7 +24,7 @@ SCRIPTS = ("digits", "timm_loop", "transformers_trainer", "mixture_of_experts", 
            "padded_speech", "never_out")  # fmt: skip
 # stock's MB and ours, by `examples/measure.py` and by the notebook
 HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +held +([\d.]+) MB", re.M)
-SETTINGS = ("norm", "conv")
+SETTINGS = {1: ("lean",), 2: ("norm", "conv")}  # of scripts that print one ratio, or two
 SHOWN = ("digits", "two_ranks", "padded_speech", "never_out")  # a page has what they print
 MODEL, MEMORY = "timm:resnet18", "8GiB"
 
@@ -40,7 +40,7 @@ def of_script(name: str) -> list[dict[str, Any]]:
     pairs += [(alone[0], ours) for ours in alone[1:]]
     rows: list[dict[str, Any]] = [
         {"script": name, "setting": setting, "stock": stock, "held": round(ours / stock, 3)}
-        for setting, (stock, ours) in zip(SETTINGS, pairs, strict=False)
+        for setting, (stock, ours) in zip(SETTINGS.get(len(pairs), ()), pairs, strict=False)
     ]
     if name in SHOWN:
         rows.append({"script": name, "setting": "printed", "lines": ran.stdout.strip().splitlines()})

@@ -34,6 +34,7 @@ def rows(
     settings: dict[str, Context] = {
         "stock": nullcontext,
         "lean()": lean,
+        'lean("norm")': lambda: lean("norm"),
         'lean("conv")': lambda: lean("conv"),
         "lean(budget=.25)": lambda: lean(budget=0.25),
     }

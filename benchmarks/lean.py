@@ -142,7 +142,8 @@ def compare(name: str, steps: int, against_checkpoint: bool, lines: bool) -> lis
     norm, conv = REACH.get(name, (None, None))
     sides = {
         "stock": Side(model, x, contextlib.nullcontext),
-        "norm": Side(model, x, lean),
+        "lean": Side(model, x, lean),
+        "norm": Side(model, x, lambda: lean("norm")),
         "conv": Side(model, x, lambda: lean("conv")),
     }
     reaches = {"norm": norm, "conv": conv}

@@ -25,7 +25,8 @@ from leannorm.saving import lean, small
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "no-op": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
-    "norm": lambda: lean(),
+    "lean": lambda: lean(),
+    "norm": lambda: lean("norm"),
     "conv": lambda: lean("conv"),
 }
 
@@ -95,7 +96,7 @@ def measure(model: nn.Module, x: Tensor, turns: int) -> Iterator[dict[str, Any]]
             loss.backward()
             taken[setting].append((middle - start, time.process_time() - middle))
     least = {setting: [min(times) for times in zip(*of[4:], strict=True)] for setting, of in taken.items()}
-    for setting in ("norm", "conv"):
+    for setting in ("lean", "norm", "conv"):
         both = zip(least[setting], least["no-op"], strict=True)
         pack, unpack = (1e6 * (ours - theirs) / saves for ours, theirs in both)
         yield {"setting": setting, "saves": saves, "pack_us": round(pack, 1), "unpack_us": round(unpack, 1)}

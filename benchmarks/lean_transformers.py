@@ -207,6 +207,7 @@ def settings_for(
     return {
         "stock": nullcontext,
         "lean()": lean,
+        'lean("norm")': lambda: lean("norm"),
         'lean("conv")': lambda: lean("conv"),
         "lean(overhead=.05)": lambda: lean(overhead=0.05),
         "lean(overhead=.15)": lambda: lean(overhead=0.15),

@@ -34,7 +34,8 @@ def _compile(model: nn.Module) -> None:
 SETTINGS = {
     "stock": (contextlib.nullcontext, None),
     "convert": (contextlib.nullcontext, convert),
-    "convert + lean(norm)": (lean, convert),
+    "convert + lean()": (lean, convert),
+    "convert + lean(norm)": (lambda: lean("norm"), convert),
     "convert + lean(conv)": (lambda: lean("conv"), convert),
 }
 COMPILE = {

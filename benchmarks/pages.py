@@ -20,7 +20,7 @@ from benchmarks import record
 
 # how a page writes a setting of `benchmarks.lean_transformers`
 CALLS = {
-    "lean()": "`lean()`",
+    'lean("norm")': '`lean("norm")`',
     'lean("conv")': '`lean("conv")`',
     "lean(overhead=.15)": "`lean(overhead=0.15)`",
     "lean(budget=.25)": "`lean(budget=0.25)`",
@@ -115,10 +115,15 @@ def compiled(model: str, setting: str) -> Measured:
     return one("lean_compiled_cpu", model=model, setting=setting, convert=False)
 
 
-def example(script: str, setting: str = "norm") -> str:
-    """Of `python -m benchmarks.examples`: what a script keeps under a setting, of plain PyTorch's MB."""
-    row = _example(script, setting)
+def example(script: str, *settings: str) -> str:
+    """Of `python -m benchmarks.examples`: what a script keeps, of plain PyTorch's MB."""
+    row = _example(script, *(settings or ("lean", "norm")))
     return f"{row['held']:.2f} of {row['stock']:.1f} MB"
+
+
+def example_call(script: str) -> str:
+    """The setting that this is of."""
+    return "`lean()`" if _example(script, "lean", "norm")["setting"] == "lean" else '`lean("norm")`'
 
 
 def printed(script: str, *commands: str) -> None:
@@ -137,8 +142,9 @@ def batch(setting: str) -> str:
     return str(_example("fit timm:resnet18 8GiB", setting)["batch"])
 
 
-def _example(script: str, setting: str) -> dict[str, Any]:
-    (row,) = select("examples", script=script, setting=setting)
+def _example(script: str, *settings: str) -> dict[str, Any]:
+    """The row of one of these settings."""
+    (row,) = (row for row in select("examples", script=script) if row["setting"] in settings)
     return row
 
 

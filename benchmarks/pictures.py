@@ -62,7 +62,8 @@ def points(file: str, model: str, dtype: str | None) -> list[Point]:
 
 
 def _name(setting: str) -> str:
-    names = {"norm": "lean()", "conv": 'lean("conv")', "checkpoint": "checkpoint, every block"}
+    names = {"lean": "lean()", "norm": 'lean("norm")', "conv": 'lean("conv")'}
+    names["checkpoint"] = "checkpoint, every block"
     kind, _, value = setting.partition(" ")
     return names.get(setting, f"lean({kind}={value})" if kind == "budget" else setting)
 

@@ -244,7 +244,11 @@ def of_trainer(name: str) -> Iterator[Row]:
     """The rows of one trainer."""
     import_torchvision()
     stock: list[Any] = []
-    settings: dict[str, Setting | None] = {"stock": None, "lean()": "norm", 'lean("conv")': "conv"}
+    settings: dict[str, Setting | None] = {
+        "stock": None,
+        'lean("norm")': "norm",
+        'lean("conv")': "conv",
+    }
     for called, setting in settings.items():
         model, losses, loss = TRAINERS[name][1](setting)
         model.zero_grad()

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "activations.h"
-#include "modulated_lines.h"
+#include "gated.h"
+#include "row_moments.h"
 
-namespace leannorm::LEANNORM_ISA::modulated {
+namespace leannorm::LEANNORM_ISA::gated {
+
+using namespace rows;
 
 // Only for the compute types: there are many activations, and they compile slowly. `slope` is null if not requested;
 // `coming` is read next.
@@ -42,7 +45,7 @@ template <class E, class T> LEANNORM_INLINE void put_as(bool past, T* p, VectorO
   else put<E, false>(p, v, n);
 }
 
-template <class T> void gated_forward(const GatedForward& a, int64_t begin, int64_t end, void* scratch) {
+template <class T> void forward(const GatedForward& a, int64_t begin, int64_t end, void* scratch) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
@@ -84,7 +87,7 @@ template <class T> void gated_forward(const GatedForward& a, int64_t begin, int6
 }
 
 template <class T>
-void gated_backward(const GatedBackward& a, int64_t begin, int64_t end, void* dweight, void* scratch) {
+void backward(const GatedBackward& a, int64_t begin, int64_t end, void* dweight, void* scratch) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   const int64_t n = a.kept;
@@ -118,4 +121,4 @@ void gated_backward(const GatedBackward& a, int64_t begin, int64_t end, void* dw
   if (a.stream) settle();
 }
 
-}  // namespace leannorm::LEANNORM_ISA::modulated
+}  // namespace leannorm::LEANNORM_ISA::gated

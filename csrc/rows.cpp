@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "caches.h"
+#include "row_groups.h"
 #include "row_runs.h"
 #include "row_valid.h"
 #include "tensors.h"
@@ -15,7 +16,6 @@
 namespace leannorm {
 namespace {
 
-constexpr int64_t kGrain = 32768;           // elements that are worth a thread
 // For one tensor in a panel: the second cache holds two, and the next two. If that is enough for all interleaved
 // rows, a panel is a cache line; otherwise narrow ones are read at the same speed.
 constexpr int64_t kWholeBytes = 320 << 10, kPanelBytes = 96 << 10;
@@ -131,21 +131,6 @@ struct Rows {
   Tensor result_;
 };
 
-// A parameter or statistic, contiguous and of the given type.
-Tensor plain(const Tensor& v, ScalarType type) {
-  if (v.scalar_type() == type && v.is_contiguous()) return v;
-  const auto size = v.sizes();
-  Tensor copy = new_tensor(v, {size.begin(), size.end()}, type);
-  torch::stable::copy_(copy, v);
-  return copy;
-}
-Optional plain(const Optional& v, ScalarType type) {
-  if (!v) return std::nullopt;
-  return plain(*v, type);
-}
-
-int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
-
 // Whether these have the right size: a parameter that of a row, a tensor that of x, statistics that of the rows.
 void check(const Optional& v, int64_t size, const char* what) {
   STD_TORCH_CHECK(!v || v->numel() == size, "leannorm: ", what, " must have ", size, " values, got ", v->numel());
@@ -196,15 +181,24 @@ RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& r
   return args;
 }
 
+// Parameters with lines, and a gate, are for rows that follow each other.
+void check_lines(bool lines, const Tensor& x, int64_t stop, const Optional& valid) {
+  STD_TORCH_CHECK(!lines || (x.is_contiguous() && stop == x.dim() && !valid),
+                  "leannorm: a gate, and parameters that have lines, are for contiguous rows without a mask");
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, const Optional& residual,
                                                        const Optional& weight, const Optional& bias,
                                                        int64_t start, int64_t stop, double eps, bool rms,
                                                        double weight_offset, bool cast_before,
-                                                       const Optional& valid) {
+                                                       const Optional& valid, const Optional& gate) {
   const ScalarType type = compute_type(given);
   check_axes(given, start, stop);
-  const int64_t in_a_row = product(given.sizes(), start, stop);
-  check(weight, in_a_row, "weight"), check(bias, in_a_row, "bias"), check(residual, given.numel(), "residual");
+  const int64_t in_a_row = product(given.sizes(), start, stop), count = given.numel() / std::max<int64_t>(in_a_row, 1);
+  const Parameter w(weight, given, count, in_a_row, "weight"), b(bias, given, count, in_a_row, "bias"),
+      g(gate, given, count, in_a_row, "gate");
+  check(residual, given.numel(), "residual");
+  check_lines(gate || w.has_lines() || b.has_lines(), given, stop, valid);
   Tensor mean = new_tensor(given, statistics_size(given, start, stop), type);
   Tensor rstd = new_like(mean);
   if (given.numel() == 0) {
@@ -216,11 +210,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   Rows rows(given, start, stop, !residual);
   const Tensor y = rows.like(), total = residual ? rows.like() : no_tensor(given);
   const Optional added = rows.match(residual);
-  const Optional w = plain(weight, type), b = plain(bias, type);
-  const int64_t kept = rows.shape.kept;
-  const RowForward args{rows.shape, data(rows.x), data(added), {}, {data(w)}, {data(b)},
+  const int64_t kept = rows.shape.kept, tensors = (residual ? 4 : 2) + 2 * w.own();
+  const RowForward args{rows.shape, data(rows.x), data(added), {}, w.of(0), b.of(0),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), weight_offset, eps,
-                        rms, cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
+                        rms, cast_before, rows.stream(y, tensors), kept, kept, 1, 0};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto forward = kernels.forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape), size = given.element_size();
@@ -240,7 +233,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
       });
     });
   } else {
-    each([&](int64_t begin, int64_t end) { on_valid(args, there, size, begin, end, forward); });
+    each([&](int64_t begin, int64_t end) {
+      for (int64_t last; begin < end; begin = last) {
+        RowForward some = args;
+        some.gate = g.of(begin), some.weight = w.of(begin), some.bias = b.of(begin);
+        last = g.stop(begin, w.stop(begin, b.stop(begin, end)));
+        on_valid(some, there, size, begin, last, forward);
+      }
+    });
   }
   return {rows.unmatch(y, given), residual ? rows.unmatch(total, given) : total, mean, rstd};
 }
@@ -255,67 +255,89 @@ int64_t chunk_length(const RowShape& s) {
   return std::clamp<int64_t>(length, std::min<int64_t>(16, (units + 3) / 4), 256);
 }
 
-std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Optional& given_dtotal,
-                                                const Tensor& given, const Tensor& given_mean,
-                                                const Tensor& given_rstd, const Optional& weight,
-                                                int64_t start, int64_t stop, bool rms, bool want_affine,
-                                                double weight_offset, const Optional& valid) {
+// The gradients of a residual that was added times a gate, and of the gate if the residual is given.
+std::tuple<Tensor, Tensor> gate_backward(const Tensor& dtotal, const Optional& gate, const Optional& residual, int64_t kept) {
+  if (!gate) return {Tensor(), Tensor()};
+  const int64_t rows = dtotal.numel() / kept;
+  const Parameter g(gate, dtotal, rows, kept, "gate");
+  const ScalarType type = g.own() ? gate->scalar_type() : compute_type(dtotal);
+  const Tensor dresidual = new_like(dtotal);
+  const auto size = gate->sizes();
+  const Tensor dgate = residual ? new_tensor(dtotal, {size.begin(), size.end()}, type) : Tensor();
+  const GateBackward args{kept, data(dtotal), data(residual), {}, mutable_data(dresidual), g.own()};
+  const auto backward = LEANNORM_PICK(row_kernels).gate_backward[element_type(dtotal)];
+  const GroupSums sums{rows, kept, g.groups(), std::clamp<int64_t>((rows + 63) / 64, 16, 256), residual ? 1 : 0,
+                       {residual ? mutable_data(dgate) : nullptr}, type, g.own()};
+  sums.add_up(dtotal, dtotal.numel(), [&](int64_t begin, int64_t end, const GroupSums::Pointers& to) {
+    for (int64_t stop; begin < end; begin = stop) {
+      GateBackward some = args;
+      some.gate = g.of(begin);
+      backward(some, begin, stop = g.stop(begin, end), to[0]);
+    }
+  });
+  return {dresidual, dgate};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> row_backward(
+    const Tensor& given_dy, const Optional& given_dtotal, const Tensor& given, const Tensor& given_mean,
+    const Tensor& given_rstd, const Optional& weight, int64_t start, int64_t stop, bool rms, bool want_affine,
+    bool want_bias, double weight_offset, const Optional& valid, const Optional& gate, const Optional& residual) {
   const ScalarType type = compute_type(given);
   const auto size = given.sizes();
   check_axes(given, start, stop);
   const int64_t in_a_row = product(size, start, stop), rows_of_it = product(size, 0, start) * product(size, stop, given.dim());
-  check(weight, in_a_row, "weight"), check(given_dy, given.numel(), "dy"), check(given_dtotal, given.numel(), "dtotal");
+  const Parameter w(weight, given, rows_of_it, in_a_row, "weight");
+  check(given_dy, given.numel(), "dy"), check(given_dtotal, given.numel(), "dtotal"), check(residual, given.numel(), "residual");
   check(given_mean, rows_of_it, "mean"), check(given_rstd, rows_of_it, "rstd");
-  const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop), none{0};
-  const auto parameter = [&](bool wanted) { return new_tensor(given, wanted ? normalized : none, type); };
-  Tensor dweight = parameter(want_affine), dbias = parameter(want_affine && !rms);
+  check_lines(gate || w.has_lines(), given, stop, valid);
+  want_bias = want_bias && want_affine && !w.own();  // the sum of dy over one row is dy
+  const auto sizes = w.has_lines() ? weight->sizes() : size.slice(start, stop - start);
+  const std::vector<int64_t> of_parameter(sizes.begin(), sizes.end()), none{0};
+  const auto parameter = [&](bool wanted) {
+    return new_tensor(given, wanted ? of_parameter : none, w.own() ? weight->scalar_type() : type);
+  };
+  Tensor dweight = parameter(want_affine), dbias = parameter(want_bias);
   if (given.numel() == 0) {
     torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
-    return {new_like(given), dweight, dbias};
+    return {new_like(given), dweight, dbias, Tensor(), Tensor()};
   }
   Rows rows(given, start, stop, true);
   const RowShape& shape = rows.shape;
   const Tensor dx = rows.like(), dy = rows.match(given_dy);
   const Optional dtotal = rows.match(given_dtotal);
   const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
-  const Optional w = plain(weight, type);
-  const RowBackward args{shape, data(dy), data(dtotal), data(rows.x), data(mean), data(rstd), {data(w)},
-                         mutable_data(dx), weight_offset, rms, false, rows.stream(dx, given_dtotal ? 4 : 3),
-                         shape.kept, shape.kept, shape.kept, shape.kept, 1, 0, 0};
+  const int64_t tensors = (given_dtotal ? 4 : 3) + 2 * w.own();
+  const bool stream = rows.stream(dx, tensors) && (!w.own() || rows.stream(dweight, tensors));
+  const RowBackward args{shape, data(dy), data(dtotal), data(rows.x), data(mean), data(rstd), w.of(0),
+                         mutable_data(dx), weight_offset, rms, w.own(), stream, shape.kept, shape.kept, shape.kept,
+                         shape.kept, 1, 0, 0};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
-
-  const int64_t units = units_of(shape), length = chunk_length(shape), chunks = (units + length - 1) / length;
-  const int64_t vectors = !want_affine ? 0 : rms ? 1 : 2;
-  const Tensor shares = new_tensor(given, {chunks, vectors, shape.kept}, type);
-  const int64_t bytes = shape.kept * static_cast<int64_t>(shares.element_size());
-  char* const share = mutable_data(shares);
   const char* const there = valid_rows(valid, shape.outer * shape.inner);
   std::optional<Runs<4>> runs;
   if (rows.apart) runs.emplace(std::array<const Tensor*, 4>{&rows.x, &dx, &dy, dtotal ? &*dtotal : nullptr}, start, stop);
-  torch::stable::parallel_for(0, chunks, grain(given.numel() / chunks), [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      char* const at = share + chunk * vectors * bytes;
-      std::fill_n(at, vectors * bytes, 0);
-      char *const dw = vectors > 0 ? at : nullptr, *const db = vectors > 1 ? at + bytes : nullptr;
-      const int64_t first = chunk * length, last = std::min(units, first + length);
-      const auto some = [&](const RowBackward& a, int64_t from, int64_t to) { backward(a, from, to, dw, db); };
-      if (runs)
-        runs->each(first, last, [&](const auto& offsets, int64_t n) {
-          const char* const of_run = there == nullptr ? nullptr : there + offsets[4];
-          on_valid(moved(args, offsets, *runs, given), of_run, given.element_size(), 0, n, some);
-        });
-      else on_valid(args, there, given.element_size(), first, last, some);
+  const GroupSums sums{units_of(shape), shape.kept, w.groups(), chunk_length(shape), want_affine + want_bias,
+                       {want_affine ? mutable_data(dweight) : nullptr, want_bias ? mutable_data(dbias) : nullptr},
+                       type, w.own()};
+  sums.add_up(given, given.numel(), [&](int64_t begin, int64_t end, const GroupSums::Pointers& to) {
+    const auto some = [&](const RowBackward& a, int64_t from, int64_t last) { backward(a, from, last, to[0], to[1]); };
+    if (runs) {
+      runs->each(begin, end, [&](const auto& offsets, int64_t n) {
+        const char* const of_run = there == nullptr ? nullptr : there + offsets[4];
+        on_valid(moved(args, offsets, *runs, given), of_run, given.element_size(), 0, n, some);
+      });
+    } else {
+      for (int64_t last; begin < end; begin = last) {
+        RowBackward of_group = args;
+        of_group.weight = w.of(begin);
+        on_valid(of_group, there, given.element_size(), begin, last = w.stop(begin, end), some);
+      }
     }
     if (args.stream) kernels.settle();
   });
-  const auto sum = kernels.sum[type == ScalarType::Double];
-  torch::stable::parallel_for(0, vectors > 0 ? shape.kept : 0, grain(chunks * vectors), [&](int64_t begin, int64_t end) {
-    sum(share, chunks, vectors * shape.kept, begin, end, mutable_data(dweight));
-    if (vectors > 1) sum(share + bytes, chunks, vectors * shape.kept, begin, end, mutable_data(dbias));
-  });
-  return {rows.unmatch(dx, given), dweight, dbias};
+  auto [dresidual, dgate] = gate_backward(dx, gate, rows.match(residual), shape.kept);
+  return {rows.unmatch(dx, given), dweight, dbias, dresidual, dgate};
 }
 
 }  // namespace

@@ -51,17 +51,29 @@ struct RowBackward {
   int64_t dy_row, dtotal_row, x_row, dx_row, statistics_row, x_ahead, dy_ahead;
 };
 
+// dresidual = gate * dtotal. With `own` the gate's gradient is a line for each row.
+struct GateBackward {
+  int64_t kept;
+  const void *dtotal, *residual;
+  Lines gate;
+  void* dresidual;
+  bool own;
+};
+
 struct RowKernels {
   using Forward = void (*)(const RowForward&, int64_t begin, int64_t end);
   // Adds the units' share to dweight and dbias, compute type, of length kept; null if not requested. With `own`
   // dweight is lines of all rows, of the weight's type and consecutive, which are written, and dbias is null.
   using Backward = void (*)(const RowBackward&, int64_t begin, int64_t end, void* dweight, void* dbias);
+  // Adds dtotal * residual of the rows to dgate; with `own` writes it. Null if not requested.
+  using Gate = void (*)(const GateBackward&, int64_t begin, int64_t end, void* dgate);
   // to = the sum of `count` vectors, `stride` elements apart, of columns begin..end.
   using Sum = void (*)(const void* from, int64_t count, int64_t stride, int64_t begin, int64_t end, void* to);
 
   // [lines, panels][ElementType]
   Forward forward[2][4];
   Backward backward[2][4];
+  Gate gate_backward[4];
   Sum sum[2];  // float, double
   void (*settle)();  // at the end of a thread's share of what is streamed, before anybody else reads it
 };

@@ -1,5 +1,5 @@
 // The table of per-row kernels; compiled once for each instruction set.
-#include "row_lines.h"
+#include "row_gate.h"
 #include "row_panels.h"
 
 namespace leannorm::LEANNORM_ISA {
@@ -27,6 +27,7 @@ void sum_vectors(const void* from, int64_t count, int64_t stride, int64_t begin,
 extern const RowKernels row_kernels = {
     {EACH_TYPE(line_forward), EACH_TYPE(panel_forward)},
     {EACH_TYPE(line_backward), EACH_TYPE(panel_backward)},
+    EACH_TYPE(gate_backward),
     {rows::sum_vectors<float>, rows::sum_vectors<double>},
     settle,
 };

@@ -1,23 +1,24 @@
-"""Makes `memory_over_a_step.ipynb` from `memory_over_a_step.py`, and runs it.
+"""Makes each notebook from its script, `which_setting.ipynb` from `which_setting.py`, and runs it.
 
-    python examples/make_notebook.py
+    python examples/make_notebook.py [NAME ...]
 
 Needs nbclient and ipykernel. Cells begin with `# %%`; those with `[markdown]` after it are text.
 """
 
+import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-SOURCE = Path(__file__).with_name("memory_over_a_step.py")
-NOTEBOOK = SOURCE.with_suffix(".ipynb")
+FOLDER = Path(__file__).parent
+NAMES = ("memory_over_a_step", "which_setting", "misbehaving_norm")
 
 
-def notebook_of(source):
+def notebook_of(name):
     """The notebook, with no outputs. Cells are numbered, so that the same source makes the same file."""
-    cells = []
+    source, cells = (FOLDER / f"{name}.py").read_text(), []
     for number, part in enumerate(source.split("# %%")[1:]):
         head, _, body = part.partition("\n")
         if head.strip() == "[markdown]":
@@ -37,5 +38,6 @@ def run(notebook):
 
 
 if __name__ == "__main__":
-    nbformat.write(run(notebook_of(SOURCE.read_text())), NOTEBOOK)
-    print(f"made {NOTEBOOK.name}")
+    for name in sys.argv[1:] or NAMES:
+        nbformat.write(run(notebook_of(name)), FOLDER / f"{name}.ipynb")
+        print(f"made {name}.ipynb")

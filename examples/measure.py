@@ -12,14 +12,17 @@ from leannorm.report.memory import measure_step
 
 
 def held(model: nn.Module, loss_of: Callable[[], Tensor], **settings: Any) -> float:
-    """Run one step stock and one under `lean(**settings)`, print both and return their ratio.
+    """Run a step stock and under `lean(**settings)`, print what each holds and return the ratio.
 
-    `loss_of` is the forward pass. Gradients are dropped before each step, so that they count for both.
+    `loss_of` is the forward pass. Gradients are dropped before each step, so that they count for both. The
+    second step counts: under a plan the first one holds as little as it can.
     """
     nbytes = []
     for around in (None, lean(**settings)):
-        model.zero_grad(set_to_none=True)
-        nbytes.append(measure_step(loss_of if around is None else _within(around, loss_of)).held)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            step = measure_step(loss_of if around is None else _within(around, loss_of))
+        nbytes.append(step.held)
     model.zero_grad(set_to_none=True)
     stock, ours = nbytes
     print(

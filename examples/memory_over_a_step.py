@@ -2,7 +2,7 @@
 # # Memory over a training step, before and after `lean()`
 #
 # A small residual network on two photographs. The pictures show the bytes alive at every moment of one step:
-# first as it is, then with its forward pass in `leannorm.lean()`. Parameters and the batch are not counted.
+# first as it is, then with its forward pass in `leannorm.lean`. Parameters and the batch are not counted.
 #
 # This notebook is made from `memory_over_a_step.py` by `python examples/make_notebook.py`. It needs
 # scikit-learn, pillow and matplotlib.
@@ -67,8 +67,8 @@ model = nn.Sequential(
 
 # %% [markdown]
 # ## Measure: the same step, three times
-# `lean()` rebuilds the outputs of norms and activations in the backward pass. `lean("conv")` also rebuilds
-# those of cheap convolutions. The gradients are stock's, bit for bit.
+# `lean("norm")` rebuilds the outputs of norms and activations in the backward pass. `lean("conv")` also
+# rebuilds those of cheap convolutions. The gradients are stock's, bit for bit.
 
 
 # %%
@@ -86,7 +86,7 @@ def step(recompute=None):
     return memory, [p.grad for p in model.parameters()]
 
 
-steps = {"stock": step(), "lean()": step("norm"), 'lean("conv")': step("conv")}
+steps = {"stock": step(), 'lean("norm")': step("norm"), 'lean("conv")': step("conv")}
 stock, gradients = steps["stock"]
 for name, (memory, found) in steps.items():
     same = all(torch.equal(a, b) for a, b in zip(gradients, found, strict=True))

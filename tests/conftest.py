@@ -60,7 +60,6 @@ def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)
     monkeypatch.setattr("leannorm.saving.small._LEFT_ALONE", {})  # nor was one, in another test
-    monkeypatch.setattr("leannorm.saving.vain._BEFORE", {})  # nor was it like one there
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +74,6 @@ def nothing_compiled_before():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-@pytest.fixture
-def searched(monkeypatch):
-    """`lean()` reads autograd's nodes, as it does where operators are not recorded."""
-    monkeypatch.setenv("LEANNORM_RECORD", "0")
 
 
 @pytest.fixture(params=["nodes", "python"])

@@ -6,12 +6,11 @@
 // built for (autograd/nodes.py checks before loading it); without it fast.py does the same in Python. Each function
 // returns None for an unusual call and for one that the kernel rejects: then nothing has been written.
 #include "../activation.h"
-#include "graph.h"
-#include "learning.h"
 #include "norms.h"
 #include "record/pass.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 
 namespace leannorm {
 namespace {
@@ -120,7 +119,7 @@ PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 Tensor row_norm(const Given& of, int64_t start, bool rms) {
   static const Operator forward("row_forward");
   const auto& [x, weight, bias, eps, by_triton, records] = of;
-  Stack stack = stack_of(x, Tensor(), weight, bias, start, x.dim(), eps, rms, 0.0, false, Tensor());
+  Stack stack = stack_of(x, Tensor(), weight, bias, start, x.dim(), eps, rms, 0.0, false, Tensor(), Tensor());
   if (!forward.taken(stack, by_triton)) return {};
   Tensor y = tensor(stack, 0);
   if (!records) return y;
@@ -153,6 +152,15 @@ PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   END_HANDLE_TH_ERRORS
 }
 
+// storage(tensor): where its storage is, and its bytes.
+PyObject* storage(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(THPVariable_Check(object));
+  const c10::Storage& of = THPVariable_Unpack(object).storage();
+  return Py_BuildValue("KK", reinterpret_cast<unsigned long long>(of.unsafeGetStorageImpl()), static_cast<unsigned long long>(of.nbytes()));
+  END_HANDLE_TH_ERRORS
+}
+
 // What is called once per process, or once for a kind of call.
 void add_settings(py::module_ module) {
   module.def("set_backward", [](py::object of_fast) { by_python = of_fast.release().ptr(); });
@@ -160,48 +168,30 @@ void add_settings(py::module_ module) {
   module.def("keep_tape", [](const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches,
                              const py::list& results) { tapes().keep(name, arguments, made, launches, results); });
   module.def("forget_tapes", [] { tapes().forget(); });
-  module.def("this_thread", [] { return at::RecordFunction::currentThreadId(); });
 }
 
 PyMethodDef functions[] = {
     {"channel_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_channel_norm)), METH_FASTCALL, nullptr},
     {"evaluation", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_evaluation)), METH_FASTCALL, nullptr},
     {"row_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_row_norm)), METH_FASTCALL, nullptr},
-    {"thread_of", &thread_of, METH_O, nullptr},
-    {"in_view", &in_view, METH_O, nullptr},
-    {"sample", &sample, METH_O, nullptr},
     {"storage", &storage, METH_O, nullptr},
-    {"version_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&version_of)), METH_FASTCALL, nullptr},
-    {"scale_and_shift", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&scale_and_shift)), METH_FASTCALL, nullptr},
-    {"told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&told)), METH_FASTCALL, nullptr},
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 
 // Nodes appear in Python like those written in Python.
 using namespace torch::autograd;
-// A saved tensor as hooks have packed it, in the `data` of an object, as in torch's own nodes.
-PyObject* raw_saved(PyObject* self, void* place) {
-  HANDLE_TH_ERRORS
-  const SavedVariable& saved = static_cast<Direct*>(leannorm::node_of(self))->saved[reinterpret_cast<intptr_t>(place)];
-  Ref packed = packed_by_hook(&saved);
-  py::object data = py::reinterpret_steal<py::object>(packed.release());
-  if (!data) data = is_absent(&saved) ? py::object(py::none()) : py::cast(saved.get_raw_data().value());
-  return py::module_::import("types").attr("SimpleNamespace")(py::arg("data") = data).release().ptr();
-  END_HANDLE_TH_ERRORS
+// Other releases of torch store nodes in another way.
+template <class Pointer> Node* pointed_to(const Pointer& pointer) {
+  if constexpr (requires { pointer.lock(); }) return pointer.lock().get();
+  else return pointer.get();
 }
 // The call that made the node; `call_of` of fast.py reads it.
 PyObject* saved_how(PyObject* self, void*) {
   HANDLE_TH_ERRORS
-  return static_cast<Direct*>(leannorm::node_of(self))->how().release().ptr();
+  return static_cast<Direct*>(pointed_to(reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata))->how().release().ptr();
   END_HANDLE_TH_ERRORS
 }
-auto properties = [] {
-  std::vector<PyGetSetDef> made{THP_FUNCTION_DEFAULT_PROPERTIES, {"_saved_how", &saved_how, nullptr, nullptr, nullptr}};
-  for (intptr_t place = 0; place < kSaved; ++place)
-    made.push_back({kRawNames[place], &raw_saved, nullptr, nullptr, reinterpret_cast<void*>(place)});
-  made.push_back({nullptr});
-  return made;
-}();
+PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {"_saved_how", &saved_how, nullptr, nullptr, nullptr}, {nullptr}};
 PyMethodDef methods[] = {{"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
                          {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
                          {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
@@ -210,7 +200,7 @@ PyMethodDef methods[] = {{"_register_hook_dict", THPCppFunction_register_hook_di
                          {nullptr}};
 template <class Kind> bool add_class(PyObject* module, const char* name) {
   static PyTypeObject type;
-  torch::autograd::_initFunctionPyTypeObject(type, name, properties.data(), methods);
+  torch::autograd::_initFunctionPyTypeObject(type, name, properties, methods);
   torch::autograd::registerCppFunction(typeid(Kind), &type);
   return PyModule_AddObjectRef(module, std::strrchr(name, '.') + 1, reinterpret_cast<PyObject*>(&type)) == 0;
 }
@@ -229,7 +219,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
       !add_class<ChannelAffine>(module.ptr(), "torch.autograd.function.ChannelAffineBackward") ||
       !add_class<RowNorm>(module.ptr(), "torch.autograd.function.RowNormBackward"))
     return nullptr;
-  add_settings(module), add_lean(module), recording::add_record(module);
+  add_settings(module), recording::add_record(module);
   return module.inc_ref().ptr();
   END_HANDLE_TH_ERRORS
 }

@@ -17,12 +17,10 @@ using torch::autograd::variable_list;
 inline PyObject* by_python = nullptr;  // fast.py's backward pass, for everything unusual
 
 enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
-// As Python reads them, in the way of torch's own nodes.
-constexpr const char* kRawNames[kSaved] = {"_raw_saved_x", "_raw_saved_mean", "_raw_saved_rstd", "_raw_saved_weight", "_raw_saved_bias", "_raw_saved_out"};
 using Tensors = std::array<Tensor, kSaved>;
 
 // What the three nodes have in common: saved tensors, and a backward pass by kernels or by Python.
-struct Direct : torch::autograd::TraceableFunction {  // so that unpack.h knows it
+struct Direct : Node {
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
   bool by_triton, has_bias;
@@ -164,7 +162,7 @@ struct RowNorm final : Direct {
     static const Operator backward("row_backward");
     const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
     Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
-                           needs(1) || needs(2), 0.0, Tensor());
+                           needs(1) || needs(2), needs(2), 0.0, Tensor(), Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
     return gradients_in(stack);
   }

@@ -3,10 +3,9 @@
 // Triton launches by a Python function, so a launch needs the interpreter's lock; everything else does without it.
 #pragma once
 
-#include "edits.h"
-
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -23,6 +22,13 @@ using torch::jit::Stack;
   error.restore();
   raised.persist();
   throw raised;
+}
+
+// Whether anyone in this thread is to see each operator, such as a profiler or a pass in lean().
+inline bool is_watched() {
+  if (!at::hasCallbacks()) return false;
+  const auto called = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  return called.has_value() && !called->callbacks_.empty();
 }
 
 // A part of a call's kind: what an operator decides by. As in Python's keys, 1, 1.0 and True are the same.
@@ -160,7 +166,7 @@ class Tapes {
   }
   // Replaces an operator's arguments with its results; false if it has seen no call of this kind.
   bool repeat(const std::string& name, Stack& stack) {
-    if (others_listen()) return false;  // a profiler is to see operators
+    if (is_watched()) return false;
     std::string kind = name;
     kind.reserve(1024);
     for (const c10::IValue& argument : stack) add_kind(kind, argument);

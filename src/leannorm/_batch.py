@@ -20,6 +20,7 @@ from leannorm._errors import InputError
 
 _ONE = Tensor | PackedSequence  # a single argument, although it is the second and is a tuple
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_SHOWN = 3  # arguments that a message describes
 
 
 class Arguments(NamedTuple):
@@ -44,10 +45,12 @@ class Arguments(NamedTuple):
             signature.bind(*self.args, **self.kwargs)
         except TypeError as error:
             if not written._forward_pre_hooks:  # which may change the arguments
+                given = self.described()
+                if len(given) > _SHOWN:  # a tuple of batches has one for each
+                    given[_SHOWN:] = [f"and {len(given) - _SHOWN} more"]
                 raise InputError(
                     f"inputs must be those of {type(written).__name__}.forward "
-                    f"({', '.join(signature.parameters)}), got {', '.join(self.described())}: {error}; "
-                    f"{remedy}"
+                    f"({', '.join(signature.parameters)}), got {', '.join(given)}: {error}; {remedy}"
                 ) from None
         return self
 

@@ -108,39 +108,38 @@ class Rows(NamedTuple):
     cast_before: bool = False
 
 
+class RowTensors(NamedTuple):
+    """What a row norm takes: norm(x + gate * residual) * weight + bias, then times 1 + scale, plus shift.
+
+    Gate, scale and shift have some of the input's leading axes, each of its size or 1, then the normalized
+    shape; over the other axes they are broadcast.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+    gate: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
 class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm keep; with a residual `x` is the sum. Rows outside of `valid` are not data."""
+    """What layer and RMS norm keep; with a residual `x` is the sum. Rows outside of `valid` are not data.
+
+    The residual is kept for the gate's gradient. The scale, and with it the bias, are the function's: for a
+    verb they are part of the weight, which then has lines.
+    """
 
     x: Tensor
     mean: Tensor
     rstd: Tensor
     weight: Tensor | None = None
     valid: Tensor | None = None
-
-
-class Modulation(NamedTuple):
-    """What a modulated norm takes in addition to x: norm(x + gate * branch) * (1 + scale) + shift."""
-
-    branch: Tensor | None
-    gate: Tensor | None
-    scale: Tensor
-    shift: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-
-class KeptByAdaNorm(NamedTuple):
-    """What a modulated norm keeps; with a branch `x` is the sum. The branch is kept for the gate's
-    gradient."""
-
-    x: Tensor
-    mean: Tensor
-    rstd: Tensor
-    scale: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    branch: Tensor | None = None
     gate: Tensor | None = None
+    residual: Tensor | None = None
+    scale: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Gating(NamedTuple):

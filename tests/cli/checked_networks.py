@@ -5,14 +5,14 @@ from torch import nn
 
 
 class EditedUnseen(nn.Module):
-    """From the third pass on it edits a norm's output where autograd does not see it."""
+    """From the third pass on it edits a norm's output where no operator is called."""
 
     passes = 0
 
     def forward(self, x):
         self.passes += 1
         if self.passes > 2:
-            x.data[0, 0] += 1
+            x.detach().numpy()[0, 0] += 1
         return F.relu(x)
 
 

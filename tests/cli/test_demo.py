@@ -57,19 +57,21 @@ def test_training_learns_and_is_the_same_under_lean(ran):
 
 
 def test_less_is_held(ran):
-    stock, norm, conv = ran[0].digits.settings
+    stock, plain, norm, conv = ran[0].digits.settings
+    assert plain.kept <= 0.5 * stock.kept
     assert conv.kept < norm.kept <= 0.60 * stock.kept
     assert norm.peak < stock.peak
-    assert norm.gradient_difference == conv.gradient_difference == 0
+    assert plain.gradient_difference == norm.gradient_difference == conv.gradient_difference == 0
 
 
 def test_what_lean_saves_on_a_network_is_measured(ran):
     for one in ran[0].networks:
-        stock, norm, conv = one.steps.settings
+        stock, plain, norm, conv = one.steps.settings
         assert conv.kept < norm.kept < stock.kept
+        assert plain.kept < stock.kept
         assert one.leanest is conv
         assert one.larger_batch > 1
-        assert [row[-2] for row in one.table().rows] == ["equal"] * 3
+        assert [row[-2] for row in one.table().rows] == ["equal"] * 4
 
 
 def test_progress_hears_of_every_part(ran):

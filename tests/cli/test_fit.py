@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from leannorm._batch import inputs_of
 from leannorm._errors import InputError
 from leannorm._untouched import untouched
-from leannorm.autograd.nodes import NODES
 from leannorm.cli import main
 from leannorm.report.fake import fake_step, fakes
 from leannorm.report.fit import _largest, bytes_of, fit
@@ -54,9 +53,8 @@ MODELS = {
 }
 
 
-@pytest.mark.usefixtures("searched")
 @pytest.mark.sampled(of=3)
-@pytest.mark.parametrize("batch", [8, 24])
+@pytest.mark.parametrize("batch", [16, 24])  # of less oneDNN takes less in one thread
 @pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)
 def test_fake_steps_need_what_real_ones_do(make, sample, batch):
     mode = FakeTensorMode()
@@ -70,23 +68,25 @@ def test_fake_steps_need_what_real_ones_do(make, sample, batch):
             with setting.around():
                 return mean_square(setting.run(x))
 
-        forward().backward()  # a first pass tries each kind of rebuilding
-        real.zero_grad()
+        for _ in range(2):  # which try each kind of rebuilding
+            forward().backward()
+            real.zero_grad()
         measured = measure_step(forward)
         real.zero_grad()
         with untouched(pretended, fakes(mode)):
             found = fake_step(pretended, mode, of_fake, inputs_of(x))
+        assert found.held == measured.held, setting.name
         # where the gradients of q, k and v are added up: in place, but for fake tensors
         inexact = make is narrow_transformer and setting.name == "conv"
-        assert found.peak == pytest.approx(measured.peak, rel=0.07 if inexact else 0.05), setting.name
-        assert found.held == pytest.approx(measured.held, rel=0.05), setting.name
+        assert found.peak == pytest.approx(measured.peak, rel=0.07 if inexact else 0.002), setting.name
 
 
 def test_lean_fits_more_and_what_is_found_is_the_largest():
     memory = 40 * 2**20
     fits = fit(convolutional, (3, 32, 32), memory, optimizer="sgd").fits
-    assert [one.name for one in fits] == ["stock", "norm", "conv"]
-    assert fits[0].batch < min(fits[1].batch, fits[2].batch)
+    assert [one.name for one in fits] == ["stock", "lean", "norm", "conv"]
+    assert fits[0].batch <= fits[1].batch  # whose first pass may peak as high
+    assert fits[0].batch < min(fits[2].batch, fits[3].batch)
     for one in fits:
         assert one.nbytes <= memory
         per_sample = one.nbytes / one.batch
@@ -113,7 +113,7 @@ def test_the_optimizers_state_is_counted():
 )
 def test_a_batch_that_is_no_larger_is_explained(layers, size, memory, words, capsys):
     report = fit(lambda: nn.Sequential(*(nn.Linear(size, size) for _ in range(layers))), (size,), memory)
-    assert len({one.batch for one in report.fits}) == 1
+    assert max(one.batch for one in report.fits) == report.fits[0].batch
     report.print()
     assert words in " ".join(capsys.readouterr().out.split())
 
@@ -273,13 +273,9 @@ def wide():
 
 @pytest.mark.parametrize("make", [convolutional, separable, wide, transformer])
 def test_what_is_recommended_fits(make):
-    """By a real step on the recommended batch, with all that stands beside it.
-
-    Fake tensors are searched and real ones recorded, which "conv" may rebuild in another order: up to a
-    twentieth more, as the page on `fit` says.
-    """
+    """By a real step on the recommended batch, with all that stands beside it."""
     memory, sample = 40 * 10**6, (50, 64) if make is transformer else (3, 20, 20)
-    report, real = fit(make, sample, memory, optimizer="adamw"), make()
+    report, real = fit(make, sample, memory, recompute=["norm", "conv"], optimizer="adamw"), make()
     for one, setting in zip(report.fits, settings_for(real, ("norm", "conv")), strict=True):
         x = torch.randn(one.batch, *sample)
 
@@ -292,7 +288,7 @@ def test_what_is_recommended_fits(make):
             real.zero_grad()
         taken = report.parameter_bytes + x.nbytes + measure_step(forward).peak
         real.zero_grad()
-        assert taken <= memory * (1.05 if one.name == "conv" and NODES is not None else 1.001), one.name
+        assert taken <= memory * 1.001, one.name
         assert one.nbytes <= memory
 
 

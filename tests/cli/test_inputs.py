@@ -136,6 +136,8 @@ def test_a_tuple_is_one_batch_and_a_list_is_several(take):
         InputError, match=r"those of Masked\.forward \(x, mask\), .* a tuple is one batch, pass"
     ):
         take(model, x.new_ones(3, 8, 4).unbind())
+    with pytest.raises(InputError, match=r"got 8x4, 8x4, 8x4, and 97 more: too many"):
+        take(model, x.new_ones(100, 8, 4).unbind())
 
 
 class Speech(nn.Module):

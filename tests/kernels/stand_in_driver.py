@@ -25,8 +25,8 @@ from leannorm.ops.backends import TRITON  # noqa: E402
 from leannorm.ops.backends.triton import (  # noqa: E402
     channel,
     channel_gradients,
+    gated,
     launch,
-    modulated,
     rows,
     statistics,
     tape,
@@ -111,24 +111,25 @@ def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
         mean, rstd = new(shape[0], 1, dtype=f32), new(shape[0], 1, dtype=f32)
         for rms in (False, True):
             yield rows.row_forward, (x, r if rms else None, w, None if rms else b, 1, 2, 1e-5, rms)
-            yield rows.row_backward, (dy, r if rms else None, x, mean, rstd, w, 1, 2, rms, True)
-            yield rows.row_backward, (dy, None, x, mean, rstd, None, 1, 2, rms, False)
+            yield rows.row_backward, (dy, r if rms else None, x, mean, rstd, w, 1, 2, rms, True, not rms)
+            yield rows.row_backward, (dy, None, x, mean, rstd, None, 1, 2, rms, False, False)
     for kept in (64, 20000):
         x, dy, gate = new(40, kept), new(40, kept), new(40, 2 * kept)[:, kept:]
         rstd, w = new(40, dtype=f32), new(kept, dtype=f32)
         for before in (False, True):
-            yield modulated.row_gated_forward, (x, gate, w, 1e-5, "silu", before, False)
-            yield modulated.row_gated_backward, (dy, x, gate, rstd, w, "silu", before, True)
+            yield gated.row_gated_forward, (x, gate, w, 1e-5, "silu", before, False)
+            yield gated.row_gated_backward, (dy, x, gate, rstd, w, "silu", before, True)
         for groups in (5, 40):
             gate, scale, shift = (new(groups, kept, dtype=dtype if groups == 40 else f32) for _ in range(3))
             mean = new(40, dtype=f32)
-            yield modulated.row_ada_forward, (x, dy, gate, scale, shift, 1.0, 1e-5, False)
-            yield modulated.row_ada_backward, (dy, None, x, mean, rstd, scale, 1.0, False, True)
-            yield modulated.row_gate_backward, (dy, x, gate)
+            yield rows.row_forward, (x, dy, scale, shift, 1, 2, 1e-5, False, 1.0, False, None, gate)
+            of_scale = scale, 1, 2, False, True, True, 1.0, None
+            yield rows.row_backward, (dy, None, x, mean, rstd, *of_scale)
+            yield rows.row_backward, (dy, None, x, mean, rstd, *of_scale, gate, dy.clone())
     heads, w = new(2, 10, 3, 4, 64)[:, :, 1], new(64)
     mean, rstd = new(2, 10, 4, 1, dtype=f32), new(2, 10, 4, 1, dtype=f32)
     yield rows.row_forward, (heads, None, w, None, 3, 4, 1e-5, True)
-    yield rows.row_backward, (heads, None, heads.clone(), mean, rstd, w, 3, 4, True, True)
+    yield rows.row_backward, (heads, None, heads.clone(), mean, rstd, w, 3, 4, True, True, False)
 
 
 def launched_by(operator, arguments) -> list[tuple]:

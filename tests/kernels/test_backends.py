@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leannorm import nn, use_backend
 from leannorm.ops import schema, select
 from leannorm.ops.backends import BACKENDS, CPU, REFERENCE, Backend, cpu
-from leannorm.ops.backends.compiled import Compiled
+from leannorm.ops.backends.compiled_gated import CompiledGated
 from leannorm.ops.select import pick
 
 EACH = pytest.mark.parametrize("backend", BACKENDS.values(), ids=list(BACKENDS))
@@ -38,7 +39,7 @@ def test_reasons_are_a_list_of_sentences(backend):
 def test_a_verb_that_has_an_operator_is_not_the_references(operator):
     """What a compiled backend does not replace it inherits, and a backend named never falls back."""
     verb = operator.removesuffix("_").removesuffix("_tracked")
-    assert getattr(Compiled, verb) is not getattr(Backend, verb)
+    assert getattr(CompiledGated, verb) is not getattr(Backend, verb)
     assert getattr(type(REFERENCE), verb) is getattr(Backend, verb)
 
 
@@ -88,6 +89,13 @@ def test_missing_kernels_are_reported_once_with_the_remedy(no_kernels):
         nn.LayerNorm(64)(torch.randn(8, 4, 64, 64))
 
 
+def test_on_windows_no_compiler_is_recommended(no_kernels, monkeypatch):
+    monkeypatch.setattr(select, "sys", SimpleNamespace(platform="win32"))
+    with pytest.warns(UserWarning, match="There are none for Windows") as caught:
+        nn.BatchNorm2d(4)(torch.randn(8, 4, 64, 64))
+    assert "pip install" not in str(caught[0].message)
+
+
 class Called(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -100,7 +108,7 @@ class Called(TorchDispatchMode):
 
 BY_TORCH = {
     "batch": (lambda: nn.BatchNormAct2d(4), (8, 4, 32, 32), {"native_batch_norm", "threshold_backward"}),
-    "group": (lambda: nn.GroupNorm(2, 4), (8, 4, 64, 64), {"native_batch_norm"}),
+    "group": (lambda: nn.GroupNorm(2, 4), (8, 4, 64, 64), {"native_group_norm"}),
     "layer": (lambda: nn.LayerNorm(64), (256, 64), {"native_layer_norm", "native_layer_norm_backward"}),
 }
 

@@ -328,14 +328,21 @@ def test_auto_takes_the_kernels_and_a_named_backend_is_obeyed():
     torch.testing.assert_close(kernels, plain)
 
 
-_X, _LINE = torch.randn(4, 8), torch.ones(1, 8)
+_X, _LINES = torch.randn(4, 8), torch.ones(4, 8)
 SHORT_OPERANDS = {
     "weight": lambda of: of.row_forward(_X, None, torch.ones(4), None, 1, 2, 1e-5, False),
     "residual": lambda of: of.row_forward(_X, _X[:2], None, None, 1, 2, 1e-5, False),
     "axes": lambda of: of.row_forward(_X, None, None, None, 1, 3, 1e-5, False),
-    "dy": lambda of: of.row_backward(_X[:2], None, _X, _X[:, :1], _X[:, :1], None, 1, 2, False, True),
-    "mean": lambda of: of.row_backward(_X, None, _X, _X[:2, :1], _X[:, :1], None, 1, 2, False, True),
-    "factor": lambda of: of.row_ada_forward(_X, None, None, _LINE[:, :4], _LINE, 1.0, 1e-5, False),
+    "dy": lambda of: of.row_backward(_X[:2], None, _X, _X[:, :1], _X[:, :1], None, 1, 2, False, True, True),
+    "mean": lambda of: of.row_backward(_X, None, _X, _X[:2, :1], _X[:, :1], None, 1, 2, False, True, True),
+    "lines": lambda of: of.row_forward(_X, None, _LINES[:, :4], None, 1, 2, 1e-5, False),
+    "groups": lambda of: of.row_forward(_X, None, _LINES[:3], None, 1, 2, 1e-5, False),
+    "lines of a transposed x": lambda of: of.row_forward(
+        _X.t(), None, _LINES[:, :4], None, 1, 2, 1e-5, False
+    ),
+    "gate of a residual": lambda of: of.row_forward(
+        _X, _X, None, None, 1, 2, 1e-5, False, 0.0, False, None, _LINES[:, :4]
+    ),
     "gate": lambda of: of.row_gated_forward(_X, _X[:2], torch.ones(8), 1e-5, "silu", True, False),
 }
 

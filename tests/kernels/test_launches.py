@@ -150,7 +150,7 @@ def counted(monkeypatch):
     from leannorm.ops.backends.triton import (
         channel,
         channel_gradients,
-        modulated,
+        gated,
         rows,
         shares,
         statistics,
@@ -159,7 +159,7 @@ def counted(monkeypatch):
     mode = Counted()
     for module in (channel, channel_gradients, rows, shares, statistics):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: mode.seen.append(kernel.__name__))
-    for module in (channel, modulated, rows):
+    for module in (channel, gated, rows):
         monkeypatch.setattr(module, "processors", lambda device: 132)
 
     def add_up(sums, count, *_):  # type: ignore[no-untyped-def]

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import needs_kernels
 from torch.overrides import TorchFunctionMode
 
-from leannorm._types import Epilogue, Gating, KeptByChannelNorm, Modulation, Rows
+from leannorm._types import Epilogue, Gating, KeptByChannelNorm, Rows
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.shown import SHOWN
 
@@ -31,7 +31,7 @@ W, S = torch.rand(3) + 0.5, torch.randn(4, 1, 1, 3)
 MEAN, RSTD = torch.randn(6).double(), torch.rand(6).double() + 0.5
 MASK = torch.rand(4, 15) > 0.3
 ROWS = Rows(3, 4, 1e-5, False)
-ADA = Modulation(R, S, S, S, W, W)
+LINES = Rows(3, 4, 1e-5, False, 1.0)
 CALLS = {
     "channel_forward": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5)[:1],
     "channel_forward, residual": lambda b: b.channel_forward(X, Epilogue(V, V, R, "silu"), 1e-5)[:1],
@@ -43,9 +43,9 @@ CALLS = {
     "row_forward, total": lambda b: b.row_forward(X, R, W, W, ROWS)[:2],
     "row_forward, rms": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 1.0))[:2],
     "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 0.0, True))[:2],
-    "ada_forward": lambda b: b.ada_forward(X, ADA, ROWS)[:2],
-    "gated_forward": lambda b: b.gated_forward(X, R, W, Gating(3, 1e-5, "silu", False))[:1],
-    "gated_forward, before": lambda b: b.gated_forward(X, R, W, Gating(3, 1e-5, "silu", True, True))[:1],
+    "row_forward, lines": lambda b: b.row_forward(X, R, S, S, LINES, None, S)[:2],
+    "gated_forward": lambda b: b.row_gated_forward(X, R, W, Gating(3, 1e-5, "silu", False))[:1],
+    "gated_forward, before": lambda b: b.row_gated_forward(X, R, W, Gating(3, 1e-5, "silu", True, True))[:1],
 }
 OF_REFERENCE = [pytest.param(REFERENCE, call, id=f"reference: {name}") for name, call in CALLS.items()]
 OF_SHOWN = [

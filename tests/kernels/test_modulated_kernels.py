@@ -6,7 +6,8 @@ from cases import DTYPES
 from kernel_cases import needs_kernels
 
 from leannorm import functional
-from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, Rows
+from leannorm._types import Gating, KeptByGatedNorm, KeptByRowNorm, Rows
+from leannorm.autograd.rows import with_scale
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
 from leannorm.ops.schema import OPS
@@ -31,18 +32,25 @@ def close(got, want, dtype, roundings=1):
 
 
 def ada(backend, shape, dtype, rms, summed, affine, places=(1, 1)):
-    """Both verbs, and the gate's; a place is the number of leading axes that scale or gate has."""
+    """Both verbs; a place is the number of leading axes that scale or gate has.
+
+    What the gate makes of dx, which has been rounded, is compared at once, on the same dx.
+    """
     torch.manual_seed(0)
     x, branch, dy, dtotal = (torch.randn(shape).to(dtype) for _ in range(4))
     scale, shift = (torch.randn(*shape[: places[0]], shape[-1]).to(dtype) for _ in range(2))
     gate = torch.randn(*shape[: places[1]], shape[-1]).to(dtype)
     weight, bias = (torch.randn(shape[-1]) if affine else None for _ in range(2))
     bias = None if rms else bias
-    of_sum, rows = (branch, gate) if summed else (None, None), Rows(2, 3, 1e-5, rms)
-    y, total, mean, rstd = backend.ada_forward(x, Modulation(*of_sum, scale, shift, weight, bias), rows)
-    kept = KeptByAdaNorm(total, mean, rstd, scale, weight, bias)
-    grads = backend.ada_backward(dy, dtotal if summed else None, kept, rows, True, affine)
-    return y, total, mean, rstd, *grads, *backend.add_gated_backward(dtotal, branch, gate, 2)
+    of_sum, rows = (branch, gate) if summed else (None, None), Rows(2, 3, 1e-5, rms, float(not affine))
+    lines = with_scale(scale, shift, weight, bias, torch.promote_types(dtype, F32))
+    y, total, mean, rstd = backend.row_forward(x, of_sum[0], *lines, rows, None, of_sum[1])
+    kept = KeptByRowNorm(total, mean, rstd, lines[0], None, of_sum[1], of_sum[0])
+    grads = backend.row_backward(dy, dtotal if summed else None, kept, rows, True, True)
+    assert len(grads) == (5 if summed else 3)
+    for got, want in zip(grads[3:], REFERENCE.gate_backward(grads[0], kept, rows), strict=False):
+        close(got, want, dtype)
+    return y, total, mean, rstd, *grads[:3]
 
 
 @RMS
@@ -64,8 +72,8 @@ def gated(backend, shape, dtype, act, before, cast):
     x, gate, dy = (torch.randn(shape).to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1]).to(dtype)
     gating = Gating(2, 1e-5, act, before, cast)
-    y, rstd = backend.gated_forward(x, gate, weight, gating)
-    return y, rstd, *backend.gated_backward(dy, KeptByGatedNorm(x, gate, rstd, weight), gating)
+    y, rstd = backend.row_gated_forward(x, gate, weight, gating)
+    return y, rstd, *backend.row_gated_backward(dy, KeptByGatedNorm(x, gate, rstd, weight), gating)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -101,17 +109,16 @@ def test_the_gradient_of_a_token_s_shift_is_dy():
     x, dy, scale, line = (torch.randn(6, 8) for _ in range(4))
     mean, rstd = torch.randn(6), torch.rand(6)
     for groups in (6, 2):
-        given = dy, None, x, mean, rstd, line[:groups], 1.0, False, True
-        assert [len(v) for v in OPS.row_ada_backward(*given)] == [6, groups, 0 if groups == 6 else groups]
-        torch.library.opcheck(OPS.row_ada_backward, given)
+        given = dy, None, x, mean, rstd, line[:groups], 1, 2, False, True, True, 1.0
+        lengths = [len(v) for v in OPS.row_backward(*given) if v is not None]
+        assert lengths == [6, groups, 0 if groups == 6 else groups]
+        torch.library.opcheck(OPS.row_backward, given)
     for sizes in ((2, 3, 8), (6, 1, 8)):
         statistics = x.view(sizes), mean.view(*sizes[:2], 1), rstd.view(*sizes[:2], 1)
-        for weight in (None, torch.randn(8)):
-            kept, rows = KeptByAdaNorm(*statistics, scale.view(sizes), weight), Rows(2, 3, 1e-5, False)
-            alike = CPU.ada_backward(dy.view(sizes), None, kept, rows, True, False)
-            assert torch.equal(alike[2], dy.view(sizes))
-    kept = kept._replace(scale=scale, weight=None)
-    other = CPU.ada_backward(dy.view(sizes), None, kept, rows, True, False)
+        kept, rows = KeptByRowNorm(*statistics, scale.view(sizes)), Rows(2, 3, 1e-5, False, 1.0)
+        alike = CPU.row_backward(dy.view(sizes), None, kept, rows)
+        assert torch.equal(alike[2], dy.view(sizes))
+    other = CPU.row_backward(dy.view(sizes), None, kept._replace(weight=scale), rows)
     assert torch.equal(other[2], dy)
     assert other[2].data_ptr() != dy.data_ptr()
 
@@ -136,12 +143,12 @@ def test_activations_at_the_edges(act):
     gate = torch.tensor([[*EDGES, *(-e for e in EDGES), float("nan"), float("nan"), 1.0, -1.0]])
     ones = torch.ones_like(gate)
     gating = Gating(1, 0.0, act, True)
-    got, _ = CPU.gated_forward(ones, gate, None, gating)
+    got, _ = CPU.row_gated_forward(ones, gate, None, gating)
     want = ACTIVATIONS[act].forward(gate.double())
     torch.testing.assert_close(got.double(), want, rtol=4e-7, atol=1e-6, equal_nan=True)
-    _, dgate, _ = CPU.gated_backward(ones, KeptByGatedNorm(ones, gate, ones[:, 0]), gating, False)
+    _, dgate, _ = CPU.row_gated_backward(ones, KeptByGatedNorm(ones, gate, ones[:, 0]), gating, False)
     kept = KeptByGatedNorm(*(t.double() for t in (ones, gate, ones[:, :1])))
-    _, slope, _ = REFERENCE.gated_backward(ones.double(), kept, gating, False)
+    _, slope, _ = REFERENCE.row_gated_backward(ones.double(), kept, gating, False)
     there = ~(gate.abs() >= 1e30)  # where some derivatives are inf * 0
     torch.testing.assert_close(dgate[there].double(), slope[there], rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -150,15 +157,16 @@ def test_activations_at_the_edges(act):
 @pytest.mark.parametrize("size", [1e30, 1e-30])
 def test_values_whose_squares_are_no_float32(size, rms):
     x, zero = torch.randn(4, 100) * size, torch.zeros(1, 100)
-    modulation, rows = Modulation(None, None, zero, zero), Rows(1, 2, 0.0, rms)
-    y, *_ = CPU.ada_forward(x, modulation, rows)
-    wide, *_ = REFERENCE.ada_forward(x.double(), modulation, rows)
-    torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
+    rows = Rows(1, 2, 0.0, rms, 1.0)
+    for line in (zero, zero.expand(4, 100)):
+        y, *_ = CPU.row_forward(x, None, line, line, rows)
+        wide, *_ = REFERENCE.row_forward(x.double(), None, line, line, rows)
+        torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
     gate = torch.ones(4, 100)
     for before in (True, False):
         gating = Gating(1, 0.0, "identity", before)
-        y, _ = CPU.gated_forward(x, gate, None, gating)
-        want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, gating)
+        y, _ = CPU.row_gated_forward(x, gate, None, gating)
+        want, _ = REFERENCE.row_gated_forward(x.double(), gate.double(), None, gating)
         torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -166,20 +174,19 @@ def test_large_tensors_are_written_past_the_caches(monkeypatch):
     """To the same bits as a part of them, which is not."""
     x, dy, gate = (torch.randn(60000, 64) for _ in range(3))
     scale = torch.randn(60000, 64)
-    rows, gating = Rows(1, 2, 1e-5, False), Gating(1, 1e-5, "silu", True)
-    whole = CPU.ada_forward(x, Modulation(None, None, scale, scale), rows)
-    part = CPU.ada_forward(x[:99], Modulation(None, None, scale[:99], scale[:99]), rows)
+    rows, gating = Rows(1, 2, 1e-5, False, 1.0), Gating(1, 1e-5, "silu", True)
+    whole = CPU.row_forward(x, None, scale, scale, rows)
+    part = CPU.row_forward(x[:99], None, scale[:99], scale[:99], rows)
     for a, b in zip(whole, part, strict=True):
         assert torch.equal(a[:99], b)
-    back = CPU.ada_backward(dy, None, KeptByAdaNorm(x, *whole[2:], scale), rows, True, False)
-    kept = KeptByAdaNorm(x[:99], *part[2:], scale[:99])
-    some = CPU.ada_backward(dy[:99], None, kept, rows, True, False)
-    for a, b in zip(back[:3], some[:3], strict=True):
+    back = CPU.row_backward(dy, None, KeptByRowNorm(x, *whole[2:], scale), rows)
+    some = CPU.row_backward(dy[:99], None, KeptByRowNorm(x[:99], *part[2:], scale[:99]), rows)
+    for a, b in zip(back, some, strict=True):
         assert torch.equal(a[:99], b)
-    y, rstd = CPU.gated_forward(x, gate, None, gating)
-    assert torch.equal(y[:99], CPU.gated_forward(x[:99], gate[:99], None, gating)[0])
-    dx, dgate, _ = CPU.gated_backward(dy, KeptByGatedNorm(x, gate, rstd), gating)
-    dx_, dgate_, _ = CPU.gated_backward(dy[:99], KeptByGatedNorm(x[:99], gate[:99], rstd[:99]), gating)
+    y, rstd = CPU.row_gated_forward(x, gate, None, gating)
+    assert torch.equal(y[:99], CPU.row_gated_forward(x[:99], gate[:99], None, gating)[0])
+    dx, dgate, _ = CPU.row_gated_backward(dy, KeptByGatedNorm(x, gate, rstd), gating)
+    dx_, dgate_, _ = CPU.row_gated_backward(dy[:99], KeptByGatedNorm(x[:99], gate[:99], rstd[:99]), gating)
     assert torch.equal(dx[:99], dx_)
     assert torch.equal(dgate[:99], dgate_)
 
@@ -188,12 +195,12 @@ def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(2, 30, 100)[..., :64], torch.randn(2, 30, 200)[..., 64:128]
     gating = Gating(2, 1e-5, "silu", True)
     with torch.profiler.profile() as profile:
-        y, rstd = CPU.gated_forward(x, gate, None, gating)
-        found = CPU.gated_backward(x, KeptByGatedNorm(x, gate, rstd), gating)
+        y, rstd = CPU.row_gated_forward(x, gate, None, gating)
+        found = CPU.row_gated_backward(x, KeptByGatedNorm(x, gate, rstd), gating)
     assert not {"aten::copy_", "aten::clone"} & {event.key for event in profile.key_averages()}
     dense, opened = x.contiguous(), gate.contiguous()
-    want = CPU.gated_backward(dense, KeptByGatedNorm(dense, opened, rstd), gating)
-    assert torch.equal(y, CPU.gated_forward(dense, opened, None, gating)[0])
+    want = CPU.row_gated_backward(dense, KeptByGatedNorm(dense, opened, rstd), gating)
+    assert torch.equal(y, CPU.row_gated_forward(dense, opened, None, gating)[0])
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b)
 
@@ -202,10 +209,13 @@ def test_slices_of_a_projection_are_not_copied():
 def test_the_dispatcher_finds_nothing_wrong(with_sum):
     x, other, line = torch.randn(6, 8), torch.randn(6, 8), torch.randn(2, 8)
     mean, rstd, weight = torch.randn(6), torch.rand(6), torch.randn(8)
-    of_sum = (other, line) if with_sum else (None, None)
+    branch, gate = (other, line) if with_sum else (None, None)
     check = torch.library.opcheck
-    check(OPS.row_ada_forward, (x, *of_sum, line, line, 1.0, 1e-5, False))
-    check(OPS.row_ada_backward, (x, of_sum[0], other, mean, rstd, line, 1.0, True, with_sum))
-    check(OPS.row_gate_backward, (x, of_sum[0], line))
+    for lines in (line, torch.randn(6, 8), torch.randn(8)):
+        check(OPS.row_forward, (x, branch, lines, lines, 1, 2, 1e-5, False, 1.0, False, None, gate))
+        given = x, branch, other, mean, rstd, lines, 1, 2
+        for want_bias in (False, with_sum):
+            check(OPS.row_backward, (*given, True, True, want_bias, 1.0, None, gate, branch))
+    check(OPS.row_backward, (*given, True, False, False, 1.0, None, line, None))
     check(OPS.row_gated_forward, (x, other, weight, 1e-5, "silu", with_sum, False))
     check(OPS.row_gated_backward, (x, x, other, rstd, weight, "gelu", with_sum, with_sum))

@@ -8,12 +8,12 @@ from test_modulated_kernels import ada, close, gated
 from test_strided_rows import VIEWS, D, both_ways, made
 
 from leannorm import functional, use_backend
-from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, Rows
+from leannorm._types import Gating, KeptByGatedNorm, KeptByRowNorm, Rows
 from leannorm.ops.backends import REFERENCE, TRITON, triton
-from leannorm.ops.schema import MODULATED
+from leannorm.ops.schema import OPERATORS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-ROWS = Rows(2, 3, 1e-5, False)
+ROWS = Rows(2, 3, 1e-5, False, 1.0)
 RMS = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 interpreted = pytest.mark.skipif(
     triton._UNAVAILABLE is not None or not triton.INTERPRETED, reason="runs on the interpreter"
@@ -64,8 +64,8 @@ def test_a_scale_for_other_axes_than_the_first():
     scale, shift = scale[:1], shift[:1]
     found = []
     for backend in (TRITON, REFERENCE):
-        y, _, mean, rstd = backend.ada_forward(x, Modulation(None, None, scale, shift), ROWS)
-        found.append((y, *backend.ada_backward(dy, None, KeptByAdaNorm(x, mean, rstd, scale), ROWS)[:3]))
+        y, _, mean, rstd = backend.row_forward(x, None, scale, shift, ROWS)
+        found.append((y, *backend.row_backward(dy, None, KeptByRowNorm(x, mean, rstd, scale), ROWS)))
     for got, want in zip(*found, strict=True):
         close(got, want, F32)
 
@@ -78,9 +78,9 @@ def test_lines_are_read_where_they_are():
         results = []
         for backend in (TRITON, REFERENCE):
             gate, scale, shift = pieces
-            y, total, mean, rstd = backend.ada_forward(x, Modulation(dy, gate, scale, shift), ROWS)
-            gradients = backend.ada_backward(dy, dy, KeptByAdaNorm(total, mean, rstd, scale), ROWS)[:3]
-            results.append((y, total, *gradients, *backend.add_gated_backward(dy, x, gate, 2)))
+            y, total, mean, rstd = backend.row_forward(x, dy, scale, shift, ROWS, None, gate)
+            kept = KeptByRowNorm(total, mean, rstd, scale, None, gate, x)
+            results.append((y, total, *backend.row_backward(dy, dy, kept, ROWS)))
         for got, want in zip(*results, strict=True):
             close(got, want, F32)
 
@@ -90,12 +90,12 @@ def test_narrow_lines_get_sums_of_all_digits(dtype):
     """A scale in bfloat16: its gradient is a float32 sum, rounded once."""
     x, dy = torch.randn(2, 700, 32).to(dtype), torch.rand(2, 700, 32).to(dtype)
     scale = torch.randn(2, 32).to(dtype)
-    _, _, mean, rstd = REFERENCE.ada_forward(x, Modulation(None, None, scale, scale), ROWS)
-    given = dy, None, KeptByAdaNorm(x, mean, rstd, scale), ROWS, True, False
-    _, dscale, dshift, *_ = TRITON.ada_backward(*given)
+    _, _, mean, rstd = REFERENCE.row_forward(x, None, scale, scale, ROWS)
+    given = dy, None, KeptByRowNorm(x, mean, rstd, scale), ROWS
+    _, dscale, dshift = TRITON.row_backward(*given)
     assert dshift.dtype == dtype
     torch.testing.assert_close(dshift, dy.float().sum(1).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
-    again = TRITON.ada_backward(*given)
+    again = TRITON.row_backward(*given)
     assert torch.equal(again[1], dscale)
     assert torch.equal(again[2], dshift)
 
@@ -139,15 +139,15 @@ def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(30, 96)[:, :64], torch.randn(30, 208)[:, 64:128]
     gating = Gating(1, 1e-5, "silu", True)
     with torch.profiler.profile() as profile:
-        y, rstd = TRITON.gated_forward(x, gate, torch.ones(64), gating)
-        found = TRITON.gated_backward(x, KeptByGatedNorm(x, gate, rstd, torch.ones(64)), gating)
+        y, rstd = TRITON.row_gated_forward(x, gate, torch.ones(64), gating)
+        found = TRITON.row_gated_backward(x, KeptByGatedNorm(x, gate, rstd, torch.ones(64)), gating)
     assert not {"aten::clone", "aten::contiguous"} & {event.key for event in profile.key_averages()}
     odd = torch.randn(30, 99)[:, 3:67]  # a step that loads cannot take
     for given in ((x, gate), (odd, gate)):
-        y, rstd = TRITON.gated_forward(*given, None, gating)
-        found = TRITON.gated_backward(odd, KeptByGatedNorm(*given, rstd), gating)
-        want_y, want_rstd = REFERENCE.gated_forward(*given, None, gating)
-        want = REFERENCE.gated_backward(odd, KeptByGatedNorm(*given, want_rstd), gating)
+        y, rstd = TRITON.row_gated_forward(*given, None, gating)
+        found = TRITON.row_gated_backward(odd, KeptByGatedNorm(*given, rstd), gating)
+        want_y, want_rstd = REFERENCE.row_gated_forward(*given, None, gating)
+        want = REFERENCE.row_gated_backward(odd, KeptByGatedNorm(*given, want_rstd), gating)
         for a, b in zip((y, *found), (want_y, *want), strict=True):
             close(a, b, F32)
 
@@ -157,15 +157,16 @@ def test_slices_of_a_projection_are_not_copied():
 def test_values_whose_squares_are_no_float32(size, rms):
     for n in (100, 20000):
         x, zero = torch.randn(2, n) * size, torch.zeros(1, n)
-        modulation, rows = Modulation(None, None, zero, zero), Rows(1, 2, 0.0, rms)
-        y, *_ = TRITON.ada_forward(x, modulation, rows)
-        wide, *_ = REFERENCE.ada_forward(x.double(), modulation, rows)
-        torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
+        rows = Rows(1, 2, 0.0, rms, 1.0)
+        for line in (zero, zero.expand(2, n)):
+            y, *_ = TRITON.row_forward(x, None, line, line, rows)
+            wide, *_ = REFERENCE.row_forward(x.double(), None, line, line, rows)
+            torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
         gate = torch.ones(2, n)
         for before in (True, False):
             gating = Gating(1, 0.0, "identity", before)
-            y, _ = TRITON.gated_forward(x, gate, None, gating)
-            want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, gating)
+            y, _ = TRITON.row_gated_forward(x, gate, None, gating)
+            want, _ = REFERENCE.row_gated_forward(x.double(), gate.double(), None, gating)
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -225,9 +226,9 @@ def test_a_view_that_two_integers_do_not_divide_alike_is_copied():
 def test_the_functions_reach_the_kernels(monkeypatch):
     """And not the reference's formulas."""
     launched = []
-    from leannorm.ops.backends.triton import modulated, rows
+    from leannorm.ops.backends.triton import gated, rows
 
-    for module in (modulated, rows):
+    for module in (gated, rows):
         plain = module.launch if module is rows else module.run
         name = "launch" if module is rows else "run"
         monkeypatch.setattr(
@@ -250,25 +251,24 @@ def test_the_functions_reach_the_kernels(monkeypatch):
 
 
 def test_every_operator_is_registered():
-    names = set(MODULATED)
+    names = set(OPERATORS)
     assert names <= set(triton._OPERATORS)
     assert all(callable(getattr(triton._kernels, name)) for name in names)
 
 
 def test_what_kernels_would_read_wrongly_is_refused():
-    from leannorm.ops.backends.triton import modulated
+    from leannorm.ops.backends.triton import gated, rows
 
     x, line = torch.randn(6, 8), torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="lines are"):
-        modulated.row_ada_forward(x, None, None, line, line, 1.0, 1e-5, False)
-    with pytest.raises(RuntimeError, match="contiguous rows"):
-        modulated.row_ada_forward(x.t(), None, None, line, line, 1.0, 1e-5, False)
-    with pytest.raises(RuntimeError, match="dtype and shape"):
-        modulated.row_gate_backward(x, x.double(), line[:2])
+        rows.row_forward(x, None, line, line, 1, 2, 1e-5, False)
+    for given, lines, valid in ((x.t(), line[:, :6], None), (x, line[:2], torch.ones(6) > 0)):
+        with pytest.raises(RuntimeError, match="contiguous rows"):
+            rows.row_forward(given, None, lines, None, 1, 2, 1e-5, False, 0.0, False, valid)
     with pytest.raises(RuntimeError, match="unknown activation"):
-        modulated.row_gated_forward(x, x, line[0], 1e-5, "mash", True, False)
+        gated.row_gated_forward(x, x, line[0], 1e-5, "mash", True, False)
     with pytest.raises(RuntimeError, match="lines of memory"):
-        modulated.row_gated_forward(x.t(), x.t(), line[0, :6], 1e-5, "silu", True, False)
+        gated.row_gated_forward(x.t(), x.t(), line[0, :6], 1e-5, "silu", True, False)
 
 
 @pytest.mark.parametrize("with_sum", [False, True])
@@ -276,10 +276,11 @@ def test_the_dispatcher_finds_nothing_wrong(interpreted_operators, with_sum):
     ops = interpreted_operators
     x, other, line = torch.randn(6, 8), torch.randn(6, 8), torch.randn(2, 8)
     mean, rstd, weight = torch.randn(6), torch.rand(6), torch.randn(8)
-    of_sum = (other, line) if with_sum else (None, None)
+    branch, gate = (other, line) if with_sum else (None, None)
     check = torch.library.opcheck
-    check(ops.row_ada_forward.default, (x, *of_sum, line, line, 1.0, 1e-5, False))
-    check(ops.row_ada_backward.default, (x, of_sum[0], other, mean, rstd, line, 1.0, True, with_sum))
-    check(ops.row_gate_backward.default, (x, of_sum[0], line))
+    for lines in (line, torch.randn(6, 8), torch.randn(8)):
+        check(ops.row_forward.default, (x, branch, lines, lines, 1, 2, 1e-5, False, 1.0, False, None, gate))
+        given = x, branch, other, mean, rstd, lines, 1, 2, True, True, with_sum, 1.0, None, gate, branch
+        check(ops.row_backward.default, given)
     check(ops.row_gated_forward.default, (x, other, weight, 1e-5, "silu", with_sum, False))
     check(ops.row_gated_backward.default, (x, x, other, rstd, weight, "gelu", with_sum, with_sum))

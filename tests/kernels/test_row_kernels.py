@@ -218,7 +218,7 @@ def test_the_dispatcher_finds_nothing_wrong(kernels, operators, way, rms):
     torch.library.opcheck(forward, (x, residual, weight, bias, 1, 2, 1e-5, rms))
     _, _, mean, rstd = forward(x, residual, weight, bias, 1, 2, 1e-5, rms)
     for wanted in (True, False):
-        torch.library.opcheck(backward, (dy, residual, x, mean, rstd, weight, 1, 2, rms, wanted))
+        torch.library.opcheck(backward, (dy, residual, x, mean, rstd, weight, 1, 2, rms, wanted, not rms))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 7, 8, 12, 17, 64])

@@ -38,7 +38,7 @@ def row_call(
     axis %= len(shape)
 
     def run() -> None:
-        from leannorm.ops.backends.triton import as_torch, rows
+        from leannorm.ops.backends.triton import rows
 
         x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
         weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
@@ -47,9 +47,7 @@ def row_call(
         _, _, mean, rstd = rows.row_forward(
             x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast, valid
         )
-        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True, 0.0, valid)
-        if span[1] == len(shape) and valid is None and not (residual or rms):
-            as_torch.row_as_torch(x, mean, rstd, weight, bias, shape[-1], BF16)
+        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True, not rms, 0.0, valid)
 
     words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
     words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)
@@ -67,7 +65,7 @@ def heads_call(kept: int, dtype: torch.dtype = BF16, rms: bool = True, sample: b
         dy, weight = meta((8, 16, 1024, kept), dtype).transpose(1, 2), meta((kept,), dtype)
         bias = None if rms else weight
         _, _, mean, rstd = rows.row_forward(x, None, weight, bias, 3, 4, 1e-5, rms, 1.0, False)
-        rows.row_backward(dy, None, x, mean, rstd, weight, 3, 4, rms, True, 1.0)
+        rows.row_backward(dy, None, x, mean, rstd, weight, 3, 4, rms, True, not rms, 1.0)
 
     words = f"{'rms' if rms else 'layer'} {kept} of a view {dtype}"
     return Call(words.replace("torch.", ""), run, sample)
@@ -85,14 +83,13 @@ def modulated_call(
     """A norm with a scale and a shift for every group of rows, forward and backward; with a gated branch."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import modulated
+        from leannorm.ops.backends.triton import rows
 
         x, line = meta(shape, dtype), meta((groups, shape[1]), lines)
         other, gate = (x, line) if branch else (None, None)
-        _, _, mean, rstd = modulated.row_ada_forward(x, other, gate, line, line, 1.0, 1e-5, rms)
-        modulated.row_ada_backward(x, other, x, mean, rstd, line, 1.0, rms, True)
-        if branch:
-            modulated.row_gate_backward(x, x, line)
+        forward = rows.row_forward(x, other, line, line, 1, 2, 1e-5, rms, 1.0, False, None, gate)
+        of_backward = x, other, x, *forward[2:], line, 1, 2, rms, True, True, 1.0, None, gate, other
+        rows.row_backward(*of_backward)
 
     words = [f"ada {'rms' if rms else 'layer'} {shape[0]}x{shape[1]} {groups} lines {lines} {dtype}"]
     return Call(" ".join(words + ["branch"] * branch).replace("torch.", ""), run, sample)
@@ -109,12 +106,12 @@ def gated_call(
     """RMS norm with a gate, a slice of a projection, forward and backward."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import modulated
+        from leannorm.ops.backends.triton import gated
 
         x, gate = meta((shape[0], 2 * shape[1]), dtype).chunk(2, 1)
         dy, weight = meta(shape, dtype), meta(shape[1:], F32)
-        _, rstd = modulated.row_gated_forward(x, gate, weight, 1e-5, act, before, cast)
-        modulated.row_gated_backward(dy, x, gate, rstd, weight, act, before, True)
+        _, rstd = gated.row_gated_forward(x, gate, weight, 1e-5, act, before, cast)
+        gated.row_gated_backward(dy, x, gate, rstd, weight, act, before, True)
 
     words = ["gated", "x".join(map(str, shape)), act, str(dtype), "before" if before else "behind"]
     return Call(" ".join(words + ["cast"] * cast).replace("torch.", ""), run, sample)
@@ -132,7 +129,7 @@ def channel_call(
     """Forward and backward pass of a per-channel norm, and single verbs; with a residual, from the output."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import as_torch, channel, channel_gradients
+        from leannorm.ops.backends.triton import channel, channel_gradients
 
         layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)] if last else None
         x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
@@ -146,9 +143,6 @@ def channel_call(
         channel.channel_moments(x, groups)
         channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
         channel.channel_evaluate(x, weight, bias, 1e-5, weight, bias, other, act)
-        if not groups and act in ("identity", "relu", "relu6"):
-            as_torch.channel_as_torch(x, weight, weight, weight, bias, other, act, False, False)
-            as_torch.channel_as_torch(x, mean, rstd, weight, bias, other, act, True, True)
         sums = channel_gradients.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
         p, q = (meta(tuple(mean.shape), F64) for _ in sums)
         channel_gradients.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)

@@ -193,8 +193,8 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
         as_torch,
         channel,
         channel_gradients,
+        gated,
         launch,
-        modulated,
         rows,
         shares,
         statistics,
@@ -228,7 +228,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
 
     for module in (as_torch, channel, channel_gradients, rows, shares, statistics):
         module.launch = record
-    for module in (channel, modulated, rows):
+    for module in (channel, gated, rows):
         module.processors = lambda device: PROCESSORS
     rows._device = lambda device: (architecture // 10, SHARED[architecture])
     for call in calls:

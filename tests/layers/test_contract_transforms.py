@@ -11,7 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 from torch.utils._pytree import tree_leaves
 
-from leannorm import no_stats_update, use_backend
+from leannorm import nn, no_stats_update, use_backend
 
 # a compiler takes its time: `IMAGES`, with all options of one layer, `KINDS` under transforms; `make
 # conformance` has all
@@ -217,6 +217,25 @@ def test_many_gradients_at_once(case, training):
     found = torch.autograd.grad(y, leaves, many, is_grads_batched=True, retain_graph=True)
     alone = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in many]
     torch.testing.assert_close(list(found), [torch.stack(g) for g in zip(*alone, strict=True)])
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_many_gradients_at_once_without_the_kernels(backend):
+    """torch's own norms have no rule for it, and neither has `unflatten`."""
+    for layer, shape in (
+        (nn.BatchNorm2d(8), (4, 8, 32, 32)),
+        (nn.GroupNorm(2, 8), (4, 8, 32, 32)),
+        (nn.LayerNorm(64), (128, 64)),
+        (nn.RMSNorm(64), (128, 64)),
+    ):
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        layer = layer.double()
+        with use_backend(backend):
+            y, leaves = layer(x), [x, *layer.parameters()]
+            many = torch.randn(3, *y.shape)
+            found = torch.autograd.grad(y, leaves, many, is_grads_batched=True, retain_graph=True)
+            alone = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in many]
+        torch.testing.assert_close(list(found), [torch.stack(g) for g in zip(*alone, strict=True)])
 
 
 @pytest.mark.sampled(of=4)

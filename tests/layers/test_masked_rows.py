@@ -256,7 +256,7 @@ def test_operators_by_opcheck(rms, residual):
     given = case.x, case.residual, case.weight, None if rms else case.bias, 2, 3, 1e-5, rms, 0.0, False, valid
     torch.library.opcheck(torch.ops.leannorm.row_forward.default, given)
     _, _, mean, rstd = torch.ops.leannorm.row_forward.default(*given)
-    back = case.dy, None, case.x, mean, rstd, case.weight, 2, 3, rms, True, 0.0, valid
+    back = case.dy, None, case.x, mean, rstd, case.weight, 2, 3, rms, True, not rms, 0.0, valid
     torch.library.opcheck(torch.ops.leannorm.row_backward.default, back)
 
 

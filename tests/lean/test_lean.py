@@ -11,13 +11,16 @@ import torch
 from torch import nn
 
 from leannorm.saving import lean
-from leannorm.saving.evidence import bits
-from leannorm.saving.recorded import serves
 
 # small networks cannot meet every budget, and say so
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of reach")
 
-SETTINGS = {"norm": {"recompute": "norm"}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
+SETTINGS = {
+    "plain": {},
+    "norm": {"recompute": "norm"},
+    "conv": {"recompute": "conv"},
+    "budget": {"budget": 0.3},
+}
 
 
 class Stock(torch.autograd.graph.saved_tensors_hooks):
@@ -40,21 +43,6 @@ class Stock(torch.autograd.graph.saved_tensors_hooks):
         return sum(storage.nbytes() for storage in self.held.values())
 
 
-@contextlib.contextmanager
-def nothing_written(context):
-    """The backward pass may read what lean() holds, and not write into it."""
-    alive = context._ledger.values() if isinstance(context, lean) else ()
-    values = [value for value in alive if value.tensor is not None]
-    before = [value.tensor.clone() for value in values]
-    yield
-    # past torch, as a test may watch whether it looks at values
-    pairs = [
-        (bits(v.tensor.detach()).numpy(), bits(b.detach()).numpy())
-        for v, b in zip(values, before, strict=True)
-    ]
-    assert all((now == then).all() for now, then in pairs)
-
-
 def step(model, x, context, autocast=None):
     """Everything that a training step leaves behind."""
     torch.manual_seed(1)
@@ -62,8 +50,7 @@ def step(model, x, context, autocast=None):
     with context, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         y = model(x)
         loss = y.float().square().mean()
-    with nothing_written(context):
-        loss.backward()
+    loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"output": y.detach(), "input": x.grad, **gradients, **dict(model.named_buffers())}, context
 
@@ -147,7 +134,7 @@ LEAST_KEPT = {
 
 @pytest.mark.parametrize("name", LEAST_KEPT)
 def test_keeps_little(name):
-    assert check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE)) < LEAST_KEPT[name]
+    assert check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE), recompute="norm") < LEAST_KEPT[name]
 
 
 @pytest.mark.parametrize("name", ["silu", "relu", "gelu", "group norm", "layer scale", "dropout"])
@@ -159,7 +146,7 @@ def test_odd_shapes(name):
 
 def test_a_mean_of_ten_thousand_and_values_that_are_no_numbers():
     model = lean_cases.IMAGES["silu"]
-    check(model, torch.randn(lean_cases.IMAGE) + 1e4)
+    check(model, torch.randn(lean_cases.IMAGE) + 1e4, recompute="norm")
     x = torch.randn(lean_cases.IMAGE)
     x[0, 0, 0, 0] = float("inf")
     stock, _ = step(network := model(), x, Stock())
@@ -215,10 +202,7 @@ def test_a_transformer_meets_its_budgets():
 def linear_outputs(setting, width, *layers):
     """Which outputs of linear layers are rebuilt."""
     _, saved = step(nn.Sequential(nn.LayerNorm(width), *layers), torch.randn(3, 30, width), lean(setting))
-    views = ("ViewBackward0", "UnsafeViewBackward0")  # of matrix products; the latter from torch 2.15 on
-    return [
-        r.rebuilt for r in saved.records if r.node == "aten::addmm" or (r.node in views and len(r.shape) == 3)
-    ]
+    return [r.rebuilt for r in saved.records if r.node == "aten::addmm"]
 
 
 def test_linear_layers_are_rebuilt_that_do_not_narrow():
@@ -245,24 +229,17 @@ def test_records_say_what_became_of_each_tensor():
     model, x = lean_cases.IMAGES["silu"](), torch.randn(lean_cases.IMAGE)
     _, saved = step(model, x, lean("norm"))
     fates = {record.node: record.rebuilt for record in saved.records if record.node}
-    if serves():
-        assert fates == {"aten::convolution": False, "aten::native_batch_norm": True, "aten::silu": True}
-        return
-    assert fates == {"ConvolutionBackward0": False, "NativeBatchNormBackward0": True, "SiluBackward0": True}
-    assert all(record.seconds >= 0 for record in saved.records if record.rebuilt)
+    assert fates == {"aten::convolution": False, "aten::native_batch_norm": True, "aten::silu": True}
 
 
-def test_concatenations_of_many_parts_are_held_but_for_a_budget():
+def test_concatenations_of_many_parts_are_rebuilt():
     def rebuilt(**settings):
         model, x = lean_cases.DenseBlock(layers=5), torch.randn(2, 16, 14, 14)
-        for _ in range(1 + serves()):  # the second one follows the plan
+        for _ in range(2):  # the second one follows the plan
             _, saved = step(model, x, lean(**settings))
-        nodes = "CatBackward0", "aten::cat"
-        return [record.shape[1] for record in saved.records if record.node in nodes and record.rebuilt]
+        return [r.shape[1] for r in saved.records if r.node == "aten::cat" and r.rebuilt]
 
-    # of up to four parts, the last one copied; where operators are recorded, of any number
-    assert rebuilt() == [16, 24, 32, 40] + [48, 56] * serves()
-    assert rebuilt(budget=0.1) == [16, 24, 32, 40, 48, 56]
+    assert rebuilt(recompute="norm") == rebuilt(budget=0.1) == [16, 24, 32, 40, 48, 56]
 
 
 def test_what_is_small_beside_the_largest_is_held_but_for_a_budget():
@@ -274,7 +251,7 @@ def test_what_is_small_beside_the_largest_is_held_but_for_a_budget():
     def rebuilt(pool, **settings):
         model[2].kernel_size = model[2].stride = pool
         _, saved = step(model, torch.randn(2, 3, 64, 64), lean(**settings))
-        return [record.rebuilt for record in saved.records if record.node in ("ReluBackward0", "aten::relu")]
+        return [record.rebuilt for record in saved.records if record.node == "aten::relu"]
 
     assert rebuilt(4) == [True, True, True]  # a sixteenth of the size
     assert rebuilt(8) == [True, False, False]  # less than a thirty-second

@@ -18,10 +18,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from leannorm.autograd.nodes import NODES
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, reasons, trial
-from leannorm.saving.recorded import serves
+from leannorm.saving import lean, reasons
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:leannorm. budget=.* is out of reach",
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:A saved_tensors_hooks context:FutureWarning",  # torch 2.15, of selective checkpoints
 )
 
-SETTINGS = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.4}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.4}]
 IMAGE = torch.randn(lean_cases.IMAGE, generator=torch.Generator().manual_seed(0))
 
 
@@ -61,12 +59,6 @@ CHECKPOINTS = {
 _RESPECTS = "respect_saved_tensors_hooks"
 if _RESPECTS in inspect.signature(checkpoint).parameters:
     CHECKPOINTS |= {f"{_RESPECTS}={v}": {"use_reentrant": False, _RESPECTS: v} for v in (True, False)}
-
-
-def forget_trials():
-    trial._SEEN.clear()
-    if NODES is not None:
-        NODES.forget_trials()
 
 
 def gradients(model, losses):
@@ -143,7 +135,7 @@ class TestSameAsStock:
         for i in range(3):
             ours, stock = step(model, IMAGE + i, context)[0], step(stock_model, IMAGE + i, Stock())[0]
             assert_same(ours, stock)
-        assert context.kept_bytes < context.rebuilt_bytes * 3
+        assert context.kept_bytes < context.rebuilt_bytes * 3 or not setting  # whose plan goes by time
 
     @pytest.mark.parametrize("kind", CHECKPOINTS)
     def test_checkpoint_inside(self, setting, kind):
@@ -154,7 +146,7 @@ class TestSameAsStock:
                 loss = model[4:](checkpoint(model[3], x, **CHECKPOINTS[kind])).square().mean()
             return gradients(model, [loss])
 
-        forget_trials()  # a trial in the forward pass must not count as one of the checkpoint's calls
+        lean_cases.forget_trials()  # a trial is none of the checkpoint's calls
         assert_same(run(context := lean(**setting)), run(Stock()))
         assert context.rebuilt_bytes > 0
 
@@ -172,7 +164,7 @@ class TestSameAsStock:
             ]
             return gradients(model, losses)
 
-        forget_trials()
+        lean_cases.forget_trials()
         assert_same(run(lambda: lean(**setting)), run(Stock))
 
     def test_offload_around(self, setting):
@@ -352,7 +344,9 @@ def test_what_a_checkpoint_puts_out_is_said(setting, reentrant):
                 y = checkpoint(block, y, use_reentrant=reentrant)
             loss = y.square().mean()
         loss.backward()
-        if serves() and "budget" in setting:  # the log repeats what ran in the checkpoint
+        if not setting:  # its plan goes by time
+            continue
+        if "budget" in setting:  # the log repeats what ran in the checkpoint
             assert saved.kept_bytes <= 0.4 * (saved.kept_bytes + saved.rebuilt_bytes)
             continue
         assert saved.reasons[-1].endswith(reasons.CHECKPOINTED)

@@ -10,7 +10,7 @@ from torch import nn
 from leannorm import lean
 from leannorm.saving import small
 
-SETTINGS = {"norm": {}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
+SETTINGS = {"norm": {"recompute": "norm"}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,9 @@ def gradients(model, step):
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.6}], ids=str
+)
 def test_each_call_of_a_decorated_function_is_a_pass(setting):
     model = network()
 
@@ -39,7 +41,7 @@ def test_each_call_of_a_decorated_function_is_a_pass(setting):
     for _ in range(3):
         assert all(map(torch.equal, gradients(model, step), stock))
         assert 9 <= len(step.saved.records) < 2 * 9  # of one call, not of all
-        assert step.saved.rebuilt_bytes > 0
+        assert step.saved.rebuilt_bytes > 0 or not setting
     assert (step.__name__, step.__doc__) == (loss_of.__name__, loss_of.__doc__)
     assert inspect.signature(step) == inspect.signature(loss_of)
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leannorm.saving import lean, search
-from leannorm.saving.steps import Step
+from leannorm.saving import lean
 
 SETTINGS = {
     "norm": {"recompute": "norm"},
@@ -78,21 +77,6 @@ def test_many_steps_in_a_row(f, setting, with_and_without_nodes):
         found, _ = gradients(f, turns, weight, x, lean(**SETTINGS[setting]))
         assert all(map(torch.equal, stock, found))
     assert process_time() - start < 30
-
-
-@pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize("f", [decay, scan])
-def test_so_many_steps_are_rebuilt_at_once_and_no_more(f, monkeypatch, with_and_without_nodes):
-    depths = []
-    told = Step.told
-    monkeypatch.setattr(Step, "told", lambda *a: (made := told(*a), depths.append(made.depth))[0])
-    monkeypatch.setattr(search, "MOST_IN_A_ROW", 8)
-    weight = torch.randn(64, 64, requires_grad=True)
-    for _ in range(4):  # the memo has its own count
-        _, saved = gradients(f, 100, weight, torch.randn(64, 64), lean("conv"))
-    assert max(depths) == 9
-    held = [r for r in saved.records if not r.rebuilt and r.bytes == weight.nbytes]
-    assert any("too many steps in a row" in r.why for r in held)
 
 
 def test_a_row_of_steps_that_grows_from_its_end(with_and_without_nodes):

@@ -235,7 +235,7 @@ def test_two_backward_passes():
 
 def test_other_threads_are_left_alone():
     model, seen = Model(), []
-    with lean(head=True):
+    with lean("norm", head=True):
         thread = Thread(target=lambda: seen.append(type(model(TOKENS))))
         thread.start()
         thread.join()
@@ -353,7 +353,9 @@ def test_the_first_layer_of_an_mlp_is_no_head():
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
-@pytest.mark.parametrize("settings", [{}, {"recompute": "conv"}, {"budget": 0.3}, {"verify": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}, {"verify": True}]
+)
 def test_with_every_setting(settings):
     model = Model()
     want, _ = stepped(copy.deepcopy(model), contextlib.nullcontext)

@@ -7,14 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean, make_lean
 from leannorm._errors import InputError
-from leannorm.saving.evidence import RebuildError
-from leannorm.saving.narrowed import references_when_alone
 
 
 class Counting:
@@ -55,7 +52,9 @@ NETWORKS = {
 
 
 @pytest.mark.sampled(of=2)
-@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"overhead": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"overhead": 0.5}], ids=str
+)
 @pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
 def test_gradients_are_those_of_stock(make, shape, setting):
     model, x = make(), torch.randn(shape)
@@ -70,7 +69,7 @@ def test_only_what_is_not_rebuilt_goes_through_the_hooks():
     model, x = lean_cases.IMAGES["dense block"](), torch.randn(lean_cases.IMAGE)
     hooks = Counting()
     step(model, x)
-    saved = lean(held=(hooks.pack, hooks.unpack))
+    saved = lean("norm", held=(hooks.pack, hooks.unpack))
     step(model, x, saved)
     plain = lean("norm")
     step(model, x, plain)
@@ -122,10 +121,9 @@ BY = {
 }
 
 
-@pytest.mark.usefixtures("searched")  # the log sees that edit, and has the bits
 @pytest.mark.parametrize("hooks", BY)
-def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
-    """What they bring back from elsewhere is theirs, edited or in fewer bytes: as by torch's own hooks."""
+def test_an_edit_through_data_of_what_hooks_have(hooks):
+    """The log sees it before it happens; what hooks bring back in fewer bytes is theirs."""
 
     def gradient(context):
         torch.manual_seed(0)
@@ -139,12 +137,8 @@ def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
         loss.backward()
         return bias.grad
 
-    if hooks in ("copy", "in fewer bytes"):
-        found = gradient(lean(held=BY[hooks]))
-        torch.testing.assert_close(found, gradient(nullcontext()), rtol=0.02, atol=0)
-    else:
-        with pytest.raises(RebuildError, match="edited where autograd does not see it"):
-            gradient(lean(held=BY[hooks]))
+    found, stock = gradient(lean(held=BY[hooks])), gradient(nullcontext())
+    torch.testing.assert_close(found, stock, rtol=0.02 if hooks == "in fewer bytes" else 0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. .* is kept, since")
@@ -199,40 +193,3 @@ def test_noise_that_is_filled_after_it_was_saved_stays_where_it_is():
                 y = torch.nn.functional.rrelu(x * 1, training=True).sum()
             found.append(torch.autograd.grad(y, x)[0])
         assert torch.equal(*found)
-
-
-def test_who_holds_a_tensor_is_counted_the_same_wherever_it_is_asked_first():
-    counts = {references_when_alone.__wrapped__()}
-    modes = torch.inference_mode, torch.no_grad, FakeTensorMode, lambda: torch.device("meta"), KeepsAll
-    for mode in (*modes, lean_cases.watched_by_the_compiler):
-        with mode():
-            counts.add(references_when_alone.__wrapped__())
-    assert len(counts) == 1
-
-
-@pytest.mark.usefixtures("searched")  # the log keeps nothing of this
-def test_what_comes_back_is_laid_out_as_it_was():
-    """Torch adds an expanded tensor's gradient in another order if it reads a full copy of it."""
-
-    def run(context):
-        torch.manual_seed(0)
-        x = torch.randn(4, 8, 3, 9, 9, requires_grad=True)
-        with context:
-            y = x.cumsum(1).unsqueeze(1).expand(-1, 2, *x.shape[1:])
-            z = nn.functional.selu(y) + nn.functional.selu(x.transpose(1, 3) * 1.0).transpose(1, 3).unsqueeze(
-                1
-            )
-        z.sum().backward()
-        return x.grad
-
-    packed = []
-
-    def pack(tensor):
-        packed.append(tensor.nbytes)
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-    stock = run(nullcontext())
-    for recompute in ("norm", "conv"):
-        assert torch.equal(stock, run(lean(recompute, held=(pack, lambda copy: copy))))
-    assert packed
-    assert max(packed) == 4 * 8 * 3 * 9 * 9 * 4  # the expanded one is packed once

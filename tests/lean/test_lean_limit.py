@@ -177,17 +177,6 @@ def test_memory_of_others_that_passes_the_limit_later_is_said_and_no_error():
     assert "the process had" in saved.reasons[0]
 
 
-def test_where_nothing_is_recorded_it_is_said(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "0")
-    network, x = perceptron(4)
-    stock = step(network, x, nullcontext())
-    with pytest.warns(UserWarning, match="was not watched"):
-        ours = step(network, x, lean(limit="device"))
-    assert equal(ours, stock)
-    assert ours[2].rebuilt_bytes > 0
-    assert any(reason.startswith("limit was not watched") for reason in ours[2].reasons)
-
-
 @TIGHT
 def test_edits_while_values_are_dropped():
     """What is edited in the pass is made again from a copy, though it was kept when it was edited."""

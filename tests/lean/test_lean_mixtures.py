@@ -21,7 +21,7 @@ from leannorm.saving import small
 # under lean("conv") and lean() where it is more than for the others
 MOST_HELD = {"GptOss": 0.6, "HYV4": 0.39, "Gemma4Text": 0.35}
 MOST_HELD |= {"AXK2": 0.48, "BailingHybrid": 0.36, "DeepseekV4": 0.34, "MiMoV2Flash": 0.38}
-MOST_HELD |= {"Jamba": 0.54, "MiniMax": 0.49, "Qwen3Next": 0.42}  # linear attention, state spaces: no recipes
+MOST_HELD |= {"Jamba": 0.54, "MiniMax": 0.49, "Qwen3Next": 0.42}  # linear attention, state spaces
 MOST_HELD |= {"KimiLinear": 0.44, "NemotronH": 0.59, "Qwen3_5MoeText": 0.33, "Qwen4ExpText": 0.34}
 MOST_OF_NORM = {"BailingHybrid": 0.77, "DeepseekV4": 0.87, "Gemma4Text": 0.73, "NemotronH": 0.77}
 MOST_OF_NORM |= {"InklingText": 0.74, "Inkling2Text": 0.73}
@@ -143,8 +143,7 @@ def test_written_by_hand(case, setting):
     assert equal(gradients(model, loss, saving), stock)
     if setting == "conv":
         assert saving.rebuilt_bytes > saving.kept_bytes
-    products = "MulBackward0", "aten::mul"
-    assert any(record.rebuilt and record.node in products for record in saving.records)
+    assert any(record.rebuilt and record.node == "aten::mul" for record in saving.records)
 
 
 def test_nobody_gets_a_token():

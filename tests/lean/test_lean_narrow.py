@@ -1,6 +1,7 @@
 """What fits in fewer bytes is held in those: sources of casts, logits of a loss, masks of dropout."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,7 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.report.memory import measure_step
-from leannorm.saving import masks, narrowed, recorded
-from leannorm.saving.evidence import RebuildError
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -58,13 +57,8 @@ def assert_stock(run, leaves, context):
         assert same_bits(ours, theirs)
 
 
-LOGGED = {"SinBackward0": "sin", "MulBackward0": "mul"}
-LOGGED["LogSoftmaxBackward0"] = "_log_softmax"
-
-
 def held(saved, node):
-    names = node, f"aten::{LOGGED.get(node)}"
-    return sum(r.bytes for r in saved.records if r.node in names and not r.rebuilt)
+    return sum(r.bytes for r in saved.records if r.node == node and not r.rebuilt)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -88,7 +82,7 @@ def test_autocast_casts_to_float32_by_themselves():
     saved = lean("norm")
     assert_stock(run, list(model.parameters()), saved)
     kept = [r.node for r in saved.records if r.dtype is torch.float32 and not r.rebuilt]
-    assert not {*kept} & {"ToCopyBackward0", "aten::_to_copy"}
+    assert "aten::_to_copy" not in kept
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-40, 3e38], ids=str)
@@ -112,8 +106,7 @@ def test_a_cast_that_was_edited_unseen_is_held():
     assert (saved.kept_bytes, saved.rebuilt_bytes) == (64 * 64 * 4, 0)
 
 
-def test_a_source_that_another_branch_saves_too_has_a_copy_of_its_own():
-    """What `silu` alone has saved may be edited where no loss reads it: nothing else is rebuilt from it."""
+def test_a_source_that_another_branch_saves_too():
     x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean("norm")
 
     def run():
@@ -121,10 +114,6 @@ def test_a_source_that_another_branch_saves_too_has_a_copy_of_its_own():
         return y.float().square().sum() + y.exp().float().sum() + F.silu(y).float().sum()
 
     assert_stock(run, [x], saved)
-    if recorded.serves():  # it sees edits before they happen, and needs no copy
-        return
-    assert held(saved, "source of a cast") == 64 * 64 * 2
-    assert held(saved, "SinBackward0") == 64 * 64 * 2
 
 
 def test_a_source_that_was_edited_before_others_read_it_is_another():
@@ -151,7 +140,7 @@ def test_the_loss_holds_narrow_logits(dtype, smoothing):
         return F.cross_entropy(logits.view(-1, 500), target, label_smoothing=smoothing)
 
     assert_stock(run, list(head.parameters()), saved)
-    assert held(saved, "LogSoftmaxBackward0") == 0
+    assert held(saved, "aten::_log_softmax") == 0
     assert held(saved, "source of a cast") == 64 * 500 * 2
 
 
@@ -175,12 +164,12 @@ def test_rebuilt_log_probabilities_take_the_place_of_their_logits():
         forward().backward()  # tries the step
         return measure_step(forward).peak
 
-    assert peak(lean) < 1.02 * peak(nullcontext)
+    assert peak(lambda: lean("norm")) < 1.02 * peak(nullcontext)
 
 
 def test_what_took_the_place_of_its_copy_is_read_again():
-    reasons, found = [], {}
-    for context in (nullcontext, lean) * 4:  # from the third pass on what was found is learned
+    reasons, found, norm = [], {}, partial(lean, "norm")
+    for context in (nullcontext, norm) * 4:  # from the third pass on what was found is learned
         torch.manual_seed(len(reasons))
         x = torch.randn(64, 64).bfloat16().requires_grad_()
         with context():
@@ -194,11 +183,10 @@ def test_what_took_the_place_of_its_copy_is_read_again():
         found[context] = x.grad
         if saved is not None:
             reasons.append(saved.reasons)
-            assert same_bits(found[lean], found[nullcontext])
+            assert same_bits(found[norm], found[nullcontext])
     assert reasons == [[]] * 4
 
 
-@pytest.mark.usefixtures("searched")
 @pytest.mark.parametrize("goal", [{"peak": 1.0}, {"budget": 1.0}], ids=str)
 def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
@@ -206,12 +194,11 @@ def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     run = lambda: F.cross_entropy(head(hidden).float(), target)  # noqa: E731
     for _ in range(2):
         assert_stock(run, list(head.parameters()), saved)
-    assert held(saved, "LogSoftmaxBackward0") == 0
+    assert held(saved, "aten::_log_softmax") == 0
     assert held(saved, "source of a cast") == 64 * 500 * 2
     assert saved.kept_bytes <= saved.plan.kept_bytes
 
 
-@pytest.mark.usefixtures("searched")
 def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
     """Each of both layers could be rebuilt; the logits' price brings 2 bytes a value, not 4."""
     first, head = nn.Linear(64, 512).bfloat16(), nn.Linear(512, 1024).bfloat16()
@@ -237,7 +224,7 @@ def test_dropout_holds_a_bit_a_value(dtype, p):
     assert_stock(lambda: model(x).square().mean(), list(model.parameters()), saved)
     if 0 < p < 1:
         assert held(saved, "bits of a mask") == 64 * 64 // 8
-        assert held(saved, "MulBackward0") == 0
+        assert held(saved, "aten::mul") == 0
 
 
 def test_dropout_holds_a_bit_a_value_where_the_compiler_watches():
@@ -255,24 +242,6 @@ def test_attention_holds_a_bit_for_each_weight_that_it_drops():
     assert held(saved, "bits of a mask") == 2 * 4 * 64 * 64 // 8
 
 
-@pytest.mark.usefixtures("searched")
-def test_verify_compares_what_is_held_in_fewer_bytes(monkeypatch):
-    """With a wrong bit in each mask."""
-    unpacked = masks.unpack_bits
-
-    def wrong(packed, count):
-        flags = unpacked(packed, count).clone()
-        flags[0] = ~flags[0]
-        return flags
-
-    x = torch.randn(64, 64, requires_grad=True)
-    monkeypatch.setattr(masks, "unpack_bits", wrong)
-    with lean(verify=True):
-        loss = F.dropout(x * 2, 0.5).sum()
-    with pytest.raises(RebuildError, match="rebuilt wrongly"):
-        loss.backward()
-
-
 def test_what_is_not_of_two_values_is_held_as_it_is():
     x = torch.randn(64, 64, requires_grad=True)
     for last in (2.0, float("nan"), -0.0):
@@ -283,52 +252,6 @@ def test_what_is_not_of_two_values_is_held_as_it_is():
             return (x.exp() * (mask * 1)).sum()
 
         assert_stock(run, [x], lean("norm"))
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 1003])
-def test_bits_are_packed_alike_on_every_device(count, monkeypatch):
-    flags = torch.rand(count) > 0.3
-    packed = masks.pack_bits(flags)
-    assert torch.equal(masks.unpack_bits(packed, count), flags)
-    monkeypatch.setattr(masks, "_on_host", lambda tensor: False)
-    assert torch.equal(masks.pack_bits(flags), packed)
-    assert torch.equal(masks.unpack_bits(packed, count), flags)
-
-
-def _special(dtype):
-    """Numbers of every kind, in memory that a cast keeps the order of, with what a cast would change."""
-    torch.manual_seed(0)
-    bits = {torch.bfloat16: [-1, 0x7F81, -127, 1, -32767, 0x7F80], torch.float16: [0x7C01, -1, 1, 0x7C00]}
-    x = torch.randn(6, 8, 8, 8).to(dtype)
-    x.view(-1)[: len(bits[dtype])] = torch.tensor(bits[dtype], dtype=torch.int16).view(dtype)
-    return x
-
-
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(0, 2),
-    "part": lambda x: x[1:],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_source_of_a_cast_is_found_to_the_bit(dtype, wide, layout):
-    source = LAYOUTS[layout](_special(dtype))
-    cast = source.to(wide)
-    narrow = narrowed._in_source(cast, dtype)
-    if narrow is not None:  # a cast back may have lost what a NaN says: then nothing is found
-        assert narrow.stride() == cast.stride()
-        assert same_bits(narrow.to(wide), cast)
-    assert narrow is not None or (wide, dtype) != (torch.float32, torch.bfloat16)
-    plain = narrowed._in_source(LAYOUTS[layout](torch.randn(6, 8, 8, 8).to(dtype)).to(wide), dtype)
-    assert plain is not None
-    for at in (0, -1):  # the last bit of one number
-        edited = cast.clone()
-        edited.as_strided((edited.numel(),), (1,)).view(torch.uint8)[:: wide.itemsize][at] ^= 1
-        assert narrowed._in_source(edited, dtype) is None
 
 
 @pytest.mark.parametrize("positions", [False, True], ids=["two values", "positions"])

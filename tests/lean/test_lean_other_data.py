@@ -9,7 +9,7 @@ from torch import nn
 
 from leannorm import lean
 
-SETTINGS = [{}, {"recompute": "conv"}, {"budget": 0.3}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|no plan)")
 
 
@@ -144,7 +144,7 @@ def test_what_layers_read_is_rebuilt_where_no_leaf_has_other_data(with_and_witho
             loss = model(x).square().mean()
         loss.backward()
     rebuilt = {r.node for r in saved.records if r.rebuilt}
-    assert rebuilt >= {"AddmmBackward0", "ReluBackward0"} or rebuilt >= {"aten::addmm", "aten::relu"}
+    assert rebuilt >= {"aten::addmm", "aten::relu"}
 
 
 def test_parameters_that_are_swapped_for_others():

@@ -27,12 +27,11 @@ def measuring(monkeypatch):
     monkeypatch.setattr(watched, "free_bytes", lambda: 1 << 40)
 
 
-@pytest.fixture(params=["recorded", "searched", "wheel"])
+@pytest.fixture(params=["recorded", "wheel"])
 def both(request, monkeypatch):
-    """By the log of operators; by autograd's nodes, as on a GPU; and without the C++ nodes."""
+    """With the C++ nodes and without."""
     if request.param != "wheel" and NODES is None:
         pytest.skip("the nodes are C++")
-    monkeypatch.setenv("LEANNORM_RECORD", str(int(request.param == "recorded")))
     if request.param == "wheel":
         without_nodes(monkeypatch)
 

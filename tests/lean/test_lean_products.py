@@ -101,8 +101,7 @@ def test_convolutions_of_few_inputs_to_a_value(inputs, rebuilt, dtype):
     layer = nn.Conv2d(inputs, 64, 2).to(dtype)
     x, saved = torch.randn(2, inputs, 9, 9, dtype=dtype, requires_grad=True), lean("conv")
     assert_stock(lambda: F.silu(layer(x)).float().sum(), [x, *layer.parameters()], saved)
-    of_layers = "ConvolutionBackward0", "aten::convolution"
-    assert [r.rebuilt for r in saved.records if r.node in of_layers] == [rebuilt]
+    assert [r.rebuilt for r in saved.records if r.node == "aten::convolution"] == [rebuilt]
 
 
 class Modulated(nn.Module):
@@ -133,8 +132,8 @@ def test_what_a_condition_shifts_is_rebuilt(dtype):
         return y.float().square().mean()
 
     assert_stock(run, [x, condition, *blocks.parameters()], saved)
-    of_sums = ("ViewBackward0", (2 * TOKENS, 512)), ("aten::add", (2, TOKENS, 512))
-    assert sum(r.rebuilt for r in saved.records if (r.node, r.shape) in of_sums) >= 3
+    sums = [r.rebuilt for r in saved.records if (r.node, r.shape) == ("aten::add", (2, TOKENS, 512))]
+    assert sum(sums) >= 3
     assert saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes) < 0.25
 
 
@@ -147,8 +146,7 @@ def test_what_is_pooled_of_a_rebuilt_product_is_held(pool):
     with saved:
         loss = second(first(x)).square().mean()
     loss.backward()
-    layers = "ConvolutionBackward0", "aten::convolution"
-    held = [r.shape for r in saved.records if not r.rebuilt and r.node in layers and r.bytes]
+    held = [r.shape for r in saved.records if not r.rebuilt and r.node == "aten::convolution" and r.bytes]
     assert (2, 64, 32, 32) not in held
     assert (2, 16, 64, 64) not in held
 

@@ -20,6 +20,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
 SETTINGS: list[tuple[dict[str, Any], bool]] = [  # and whether all ranks have them, or rank 0 alone
+    ({"recompute": "norm"}, False),
     ({}, False),
     ({"recompute": "conv"}, False),
     ({"budget": 0.3}, True),

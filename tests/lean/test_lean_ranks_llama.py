@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
 ]
 
-SETTINGS: list[dict[str, Any]] = [{}, {"recompute": "conv"}]
+SETTINGS: list[dict[str, Any]] = [{"recompute": "norm"}, {"recompute": "conv"}]
 # of the bytes, what a rank holds at most with each of the settings; the whole logits are a large part
 MOST = {
     2: {"columns": (0.55, 0.34), "sequence": (0.73, 0.48), "loss": (0.71, 0.45)},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
-SETTINGS: list[dict[str, Any]] = [{}, {"recompute": "conv"}, {"budget": 0.4}]
+SETTINGS: list[dict[str, Any]] = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.4}]
 # the plan of what is cut, or none; more of it; of the bytes, what a rank holds at most with each setting
 WAYS: dict[str, tuple[str, dict[str, bool], tuple[float, ...]]] = {
     "columns": ("columns", {}, (0.58, 0.24, 0.42)),

@@ -13,7 +13,6 @@ from lean_cases import assert_as_stock
 from torch import nn
 
 from leannorm import lean
-from leannorm.autograd.nodes import NODES
 from leannorm.saving import small
 
 
@@ -88,19 +87,6 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_an_edit_through_data_is_told_of_any_parameter(kind, with_and_without_nodes):
-    linear = nn.Linear(64, 256)
-    linear.bias = PARAMETERS[kind](torch.randn(256))
-    with lean("conv"):
-        loss = F.silu(linear(torch.randn(512, 64))).square().mean()
-    linear.bias.data.mul_(1.01)
-    with pytest.raises(RuntimeError, match="edited where autograd does not see it"):
-        loss.backward()
-
-
-@pytest.mark.skipif(NODES is None, reason="operators are recorded by the C++ nodes")
 @pytest.mark.parametrize("kind", PARAMETERS)
 def test_an_edit_through_data_of_a_small_parameter_changes_nothing(kind):
     """The log has copied it."""
@@ -117,7 +103,6 @@ def test_an_edit_through_data_of_a_small_parameter_changes_nothing(kind):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.skipif(NODES is None, reason="operators are recorded by the C++ nodes")
 @pytest.mark.parametrize("width", [64, 256])
 def test_an_edit_of_a_parameter_through_data_before_the_backward_pass(width):
     """Small ones are copied; of others the error comes before any gradient."""
@@ -177,7 +162,7 @@ def test_what_a_freed_node_put_out_may_be_edited(with_and_without_nodes):
                 loss = (w * y).sum()
             yield torch.autograd.grad(loss, w)[0]
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 class Strict(torch.Tensor):

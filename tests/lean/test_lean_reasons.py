@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from leannorm.saving import lean, make_lean, reasons, small
-from leannorm.saving.evidence import RebuildError
 
 
 @pytest.fixture(autouse=True)
@@ -66,55 +64,7 @@ def test_a_function_of_the_users_may_have_any_name(name):
         loss.backward()
         return conv.weight.grad, x.grad
 
-    assert_as_stock(program)
-
-
-@pytest.mark.usefixtures("searched")
-def test_a_recipe_that_fails_is_a_tensor_that_is_held(monkeypatch):
-    """As where another release of torch names what a node keeps otherwise."""
-    from leannorm.saving.recipes import norms
-
-    def gone(node, output, given, like):
-        return node._saved_no_longer_there
-
-    def program(context):
-        conv, _ = convolutions()
-        x, norm = image(), nn.GroupNorm(2, 8)
-        with context() as saved:
-            loss = conv(norm(x.sin())).square().sum()
-        if saved is not None:
-            said = "; ".join(saved.reasons)
-            assert "NativeGroupNormBackward0 is kept" in said
-            assert "_saved_no_longer_there" in said
-            assert "outputs of SinBackward0, and kept: lean() has no recipe" in said
-            assert saved.rebuilt_bytes == 0
-        loss.backward()
-        return conv.weight.grad, x.grad
-
-    from leannorm.saving.recipes import RECIPES
-
-    assert RECIPES["NativeGroupNormBackward0"] is norms.group_norm
-    monkeypatch.setitem(RECIPES, "NativeGroupNormBackward0", gone)
-    with pytest.warns(UserWarning, match="rebuilding it failed with AttributeError"):
-        assert_as_stock(program)
-
-
-def test_group_norm_whose_node_does_not_say_eps(monkeypatch):
-    """As on torch 2.15: the call says it."""
-    from leannorm.saving.recipes import norms
-
-    monkeypatch.setattr(norms, "_EPS_OF_GROUP_NORM", "_saved_no_eps")
-
-    def program(context):
-        conv, _ = convolutions()
-        x, norm = image(), nn.GroupNorm(2, 8, eps=0.3)
-        with context() as saved:
-            loss = conv(norm(x.sin())).square().sum()
-        assert saved is None or (saved.rebuilt_bytes and all("SinBackward0" in why for why in saved.reasons))
-        loss.backward()
-        return conv.weight.grad, x.grad
-
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 # ---------------------------------------------------------------- closing
@@ -263,8 +213,7 @@ def test_records_add_up(setting):
         loss.backward()
         for rebuilt, total in ((False, saved.kept_bytes), (True, saved.rebuilt_bytes)):
             assert sum(r.bytes for r in saved.records if r.rebuilt == rebuilt) == total
-        assert all(r.seconds is None or r.rebuilt for r in saved.records)
-        assert saved.records[0]._fields == ("node", "shape", "dtype", "bytes", "rebuilt", "seconds", "why")
+        assert saved.records[0]._fields == ("node", "shape", "dtype", "bytes", "rebuilt", "why")
 
 
 @pytest.mark.parametrize("setting", [*BOTH, pytest.param({"budget": 0.6}, id="budget")])
@@ -277,32 +226,6 @@ def test_verify_holds_everything_and_finds_nothing_in_a_sound_model(setting):
         return [p.grad for p in model.parameters()]
 
     assert_as_stock(program, verify=True, **setting)
-
-
-@pytest.mark.usefixtures("searched")  # the log sees that edit, and has the bits
-def test_verify_names_what_is_wrong():
-    """An edit that lean() documents as unseen: of a tensor that nobody saved, out of autograd's sight."""
-
-    class Noisy(nn.Module):
-        noise = 0.0
-
-        def forward(self, x):
-            if self.noise:
-                with torch.no_grad():
-                    x[0, 0] += self.noise
-            return F.relu(x)
-
-    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), Noisy(), nn.Conv2d(8, 8, 3))
-    for x in (IMAGE, IMAGE + 1):  # a kind of step is tried on two tensors
-        with lean("norm"):
-            model(x).sum()
-    model[2].noise = 1.0
-    with lean(verify=True):
-        loss = model(IMAGE).sum()
-    with pytest.raises(
-        RebuildError, match=r"ReluBackward0 of shape \[4, 8, 14, 14\], saved in Noisy.*at \[0, 0"
-    ):
-        loss.backward()
 
 
 RECURRENT = {
@@ -327,35 +250,6 @@ def test_whatever_a_recurrent_layer_holds_is_said(case, monkeypatch):
     assert said > held - 0.15, saved.reasons
 
 
-def masked_attention(x):
-    """The sum's other operand needs no gradient, so no node keeps it."""
-    return F.scaled_dot_product_attention(x * 2, x * 3, x[..., :8], torch.zeros(64, 64))
-
-
-def written_in_part(x):
-    """An activation of some of the channels: what was there before is gone."""
-    y = x * 2
-    F.silu(y[..., :8], inplace=True)
-    return y.sin()
-
-
-NOT_AT_HAND = {masked_attention: "SafeSoftmaxBackward0, made of outputs of AddBackward0"}
-NOT_AT_HAND[written_in_part] = "CopySlices"
-
-
-@pytest.mark.usefixtures("searched")  # the log makes both again
-@pytest.mark.parametrize("program", NOT_AT_HAND, ids=lambda program: program.__name__)
-def test_what_cannot_be_rebuilt_is_said_though_most_is(program, monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
-    x = torch.randn(4, 4, 64, 16, requires_grad=True)
-    with lean("conv") as saved:
-        loss = program(F.silu(F.silu(x)).exp()).square().sum()
-    loss.backward()
-    assert saved.rebuilt_bytes > saved.kept_bytes / 2
-    said = f"{NOT_AT_HAND[program]}, and kept: what it was made of is not at hand"
-    assert any(re.search(said, reason) for reason in saved.reasons), saved.reasons
-
-
 def test_what_a_setting_leaves_out_is_not_at_fault():
     """A convolution that reads a rebuilt one, and a residual sum of norms: said by the setting's own page."""
     model = nn.Sequential(*(nn.Conv2d(16, 16, 3, groups=16), nn.BatchNorm2d(16), nn.SiLU()) * 4)
@@ -376,7 +270,6 @@ def test_a_pass_that_follows_a_plan_says_what_its_first_one_did(with_and_without
             h = F.rrelu(torch.randn(64, 64, requires_grad=True), training=True)  # draws random numbers
             loss = (h * 0.1).exp().exp().exp().mean()
         heard.append([(r.node, r.rebuilt, r.why) for r in saved.records])
-        made_of = re.compile("made of outputs of (RreluWithNoiseBackward0|aten::rrelu_with_noise)")
-        assert any(made_of.search(reason) for reason in saved.reasons)
+        assert any("made of outputs of aten::rrelu_with_noise" in reason for reason in saved.reasons)
         loss.backward()
     assert heard[0] == heard[1] == heard[2] == heard[3]

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from lean_cases import forget_trials
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
@@ -15,9 +16,8 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
-    NODES.forget_trials()
+def recording():
+    forget_trials()
 
 
 def held_and_overwritten(x):
@@ -80,7 +80,7 @@ def test_what_a_reader_of_the_code_thought_of(program):
         torch.manual_seed(step)
         leaf = torch.randn(64, 64, requires_grad=True)
         found = []
-        for context in (nullcontext, lean):
+        for context in (nullcontext, lambda: lean("norm")):
             with context():
                 loss = program(leaf * 1).square().sum()
             found.append(torch.autograd.grad(loss, leaf)[0])
@@ -129,7 +129,7 @@ def test_what_is_rebuilt_is_made_once_for_all_of_its_readers():
 def test_who_saves_a_view_of_a_weight_reads_the_weight():
     """It is copied for what is made of it; a node that saves a view of it sees an edit through .data."""
     found = []
-    for context in (nullcontext, lean):
+    for context in (nullcontext, lambda: lean("norm")):
         weight = torch.linspace(-1, 2, 48 * 48).reshape(48, 48).requires_grad_()
         for _ in range(4):
             weight.grad = None

@@ -8,11 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lean_cases import forget_trials
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import small
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
@@ -22,9 +23,8 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
     monkeypatch.setattr(small, "SMALL", -1)
-    NODES.forget_trials()
+    forget_trials()
 
 
 class Reads(torch.autograd.Function):

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import in_threads
+from lean_cases import forget_trials, in_threads
 from torch import nn
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import small
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
@@ -24,9 +24,8 @@ BITS, INTEGERS, CAST = "bits of a mask", "integers in a narrower dtype", "source
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
     monkeypatch.setattr(small, "SMALL", -1)
-    NODES.forget_trials()
+    forget_trials()
 
 
 def gradients(program, context, *inputs):

@@ -22,9 +22,8 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
-    NODES.forget_trials()
+def recording():
+    recorded.LOG.forget_trials()
 
 
 def network():
@@ -214,10 +213,10 @@ def test_noise_that_is_filled_after_it_was_saved():
 def test_a_pass_within_has_hooks_of_its_own():
     outer, inner = Hooks(), Hooks()
     x = torch.randn(64, 64, requires_grad=True)
-    with lean(held=(outer.pack, outer.unpack)):
+    with lean("norm", held=(outer.pack, outer.unpack)):
         y = (x @ x).sin()
         before = len(outer.got)
-        with lean(held=(inner.pack, inner.unpack)):
+        with lean("norm", held=(inner.pack, inner.unpack)):
             y = (y @ x).cos()
         assert len(outer.got) == before
         assert inner.got
@@ -231,7 +230,9 @@ def test_a_pass_within_has_hooks_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "setting", [{}, {"recompute": "conv"}, {"held": (torch.clone, torch.clone)}], ids=["norm", "conv", "held"]
+    "setting",
+    [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"held": (torch.clone, torch.clone)}],
+    ids=["plain", "norm", "conv", "held"],
 )
 def test_verify_finds_nothing_in_a_sound_network(setting):
     ours, saved = trained(lambda: lean(verify=True, **setting))
@@ -257,7 +258,7 @@ def test_verify_names_operator_shape_layer_and_values():
         with lean("norm"):
             model(x).sum()
     model[2].noise = 3.0
-    with lean(verify=True):
+    with lean("norm", verify=True):
         loss = model(x).sum()
     with pytest.raises(
         RebuildError,
@@ -303,7 +304,9 @@ def test_verify_keeps_everything(verify):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"held": (torch.clone, torch.clone)}, {"verify": True}], ids=["norm", "held", "verify"]
+    "settings",
+    [{}, {"recompute": "norm"}, {"held": (torch.clone, torch.clone)}, {"verify": True}],
+    ids=["plain", "norm", "held", "verify"],
 )
 def test_no_pass_is_left(settings, monkeypatch):
     """Each has a log of its own, which nothing that the pass hands to C++ may keep alive."""

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import IMAGES, SEQUENCES, assert_as_stock, assert_network_as_stock
+from lean_cases import IMAGES, SEQUENCES, assert_as_stock, assert_network_as_stock, forget_trials
 from test_lean_peak import Block
 from torch import nn
 
@@ -26,9 +26,8 @@ GOALS = [{"budget": 0.6}, {"budget": 0.3}, {"overhead": 0.3}, {"peak": 0.8}, {"p
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setenv("LEANNORM_RECORD", "1")
-    NODES.forget_trials()
+def recording():
+    forget_trials()
 
 
 def tower(blocks):

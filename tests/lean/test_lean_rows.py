@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from leannorm import lean
 from leannorm.report.memory import measure_step
 from leannorm.saving import rows
-from leannorm.saving.trial import same_bits
+from leannorm.saving.evidence import same_bits
 
 TOKENS, WORDS, WIDTH = 1100, 1000, 16
 WHOLE = TOKENS * WORDS * 4  # bytes of the logits in float32

@@ -7,11 +7,9 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import without_nodes
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from leannorm.saving import evidence, lean, reasons, recorded
+from leannorm.saving import lean, reasons
 
 BOTH = [pytest.param({"recompute": r}, id=r) for r in ("norm", "conv")]
 IMAGE = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -61,24 +59,8 @@ def test_a_copy_of_the_same_dtype_is_not_written_into():
         loss.backward()
         return w, w.grad, v.grad
 
-    assert_as_stock(leaf)
-    assert_as_stock(intermediate)
-
-
-@pytest.mark.usefixtures("searched")
-def test_every_held_tensor_is_as_it_was_after_the_backward_pass():
-    model = nn.Sequential(
-        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 3), nn.SiLU(True)),
-        *(nn.GroupNorm(2, 8), nn.Sigmoid(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.LayerNorm(10), nn.Tanh()),
-    )
-    for setting in ("norm", "conv"):
-        with lean(setting) as saved:
-            loss = model(image()).square().mean()
-        values = [value for value in saved._ledger.values() if value.tensor is not None]
-        before = [value.tensor.clone() for value in values]
-        assert before
-        loss.backward(retain_graph=True)
-        assert all(torch.equal(value.tensor, b) for value, b in zip(values, before, strict=True))
+    assert_as_stock(leaf, recompute="norm")
+    assert_as_stock(intermediate, recompute="norm")
 
 
 # ---------------------------------------------------------------- identity
@@ -122,14 +104,11 @@ def test_a_norm_with_a_bias_and_no_weight(name, trained):
         loss.backward()
         return conv.weight.grad, x.grad, *([b.grad] if trained else [])
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_nodes):
-    """Where nodes do not tell which of them came first, no flags are known of those that ran before a change,
-    and what has other bits under the flags of now is held."""
-
     def program(context):
         wide, back = nn.Conv2d(8, 32, 3), nn.Conv2d(32, 8, 3)
         x, seen = image(), []
@@ -138,13 +117,9 @@ def test_global_flags_of_the_forward_pass_are_set_in_a_rebuild(with_and_without_
                 with torch.backends.mkldnn.flags(enabled=forward):
                     y = wide(x * 1.0)
                 loss = back(F.relu(y)).square().sum()
-            if saved and forward:
+            if saved:
                 assert not saved.reasons
-            elif saved and recorded.serves():  # it makes again what ran under the flags of the pass
-                assert all(reasons.OTHER_FLAGS in reason for reason in saved.reasons)
                 assert saved.rebuilt_bytes > 0
-            elif saved:
-                assert all("ReluBackward0, and kept: a rebuild had" in reason for reason in saved.reasons)
             with torch.backends.mkldnn.flags(enabled=backward):
                 loss.backward()
                 assert torch.backends.mkldnn.enabled == backward
@@ -191,28 +166,7 @@ def test_a_leaf_edited_between_its_cast_and_the_use_of_it(edit):
             seen += [w.grad.clone(), v.grad.clone()]
         return seen
 
-    assert_as_stock(program)
-
-
-@pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_parameter_edited_through_data_before_the_backward_pass_is_named(kept):
-    """Where stock had kept a copy or the activation, and the rebuild would read the edited parameter."""
-    under_autocast = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    convolutional = nn.Sequential(nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 3))
-    for model, x, setting in ((under_autocast, torch.randn(32, 64), "norm"), (convolutional, IMAGE, "conv")):
-        with (
-            lean(setting),
-            torch.autocast("cpu", dtype=torch.bfloat16, enabled=model is under_autocast),
-        ):
-            loss = model(x).float().square().mean()
-        if kept:
-            loss.backward()
-            continue
-        for p in model.parameters():
-            p.data.mul_(2)
-        with pytest.raises(RuntimeError, match=r"the parameter \d.weight of Sequential.*through .data"):
-            loss.backward()
+    assert_as_stock(program, recompute="norm")
 
 
 def test_an_edit_that_the_version_tells():
@@ -262,7 +216,7 @@ def test_an_edit_that_the_version_tells():
         return conv.weight.grad, other.weight.grad, x.grad
 
     for program in (of_an_output, between_two_readers, of_what_a_view_shows, before_a_relu_in_place):
-        assert_as_stock(program)
+        assert_as_stock(program, recompute="norm")
 
 
 def test_an_edit_before_and_one_after_a_read_that_keeps_nothing():
@@ -281,7 +235,7 @@ def test_an_edit_before_and_one_after_a_read_that_keeps_nothing():
         loss.backward()
         return conv.weight.grad, other.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_edits_that_stock_refuses_are_refused():
@@ -296,40 +250,6 @@ def test_edits_that_stock_refuses_are_refused():
             loss.backward()
 
 
-def test_a_sample_sees_what_optimizers_do():
-    w = torch.randn(64, 64)
-    sample = evidence.sample_of(w)
-    assert evidence.matches(sample, w)
-    w[0, 0] = float("nan")
-    again = evidence.sample_of(w)
-    assert evidence.matches(again, w)
-    w.mul_(1.0000001)
-    assert not evidence.matches(again, w)
-    w.data = torch.randn(8, 8)
-    assert not evidence.matches(again, w)
-    zeros_where_it_is_read = torch.randn(64, 256)
-    zeros_where_it_is_read[[0, 21, 42, 63]] = 0
-    sample = evidence.sample_of(zeros_where_it_is_read)
-    zeros_where_it_is_read.mul_(2)
-    assert not evidence.matches(sample, zeros_where_it_is_read)
-
-
-@pytest.mark.skipif(evidence.NODES is None, reason="the C++ nodes are not built")
-def test_the_nodes_read_the_same_sample(monkeypatch):
-    made = torch.randn(64, 3, 16, 16)
-    tensors = [made, made[:, :2], made.mT, made[:1, :, :2], made.to(memory_format=torch.channels_last)]
-    tensors += [torch.zeros(64, 64), torch.zeros(600), torch.eye(64), torch._efficientzerotensor(64, 64)]
-    tensors += [made[:0], made.double(), made.bfloat16()[1:], made > 0, made.to_sparse(), made.to("meta")]
-    tensors += [nn.Parameter(made), made[0, 0, 0, 0], made.expand(2, *made.shape), made.to(torch.complex64)]
-    with FakeTensorMode():
-        tensors.append(torch.empty(64, 64))
-    ours = [evidence.sample_of(tensor) for tensor in tensors]
-    without_nodes(monkeypatch)
-    assert ours == [evidence.sample_of(tensor) for tensor in tensors]
-    assert None in ours
-    assert sum(sample is not None for sample in ours) > 8
-
-
 @pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
 def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
     def program(context):
@@ -342,24 +262,11 @@ def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
         with context() as saved:
             loss = other(F.silu(norm(conv(x)))).square().sum()
         if saved is not None:
-            norms = "NativeBatchNormBackward0", "aten::native_batch_norm"
-            assert any(r.rebuilt and r.node in norms for r in saved.records)
+            assert any(r.rebuilt and r.node == "aten::native_batch_norm" for r in saved.records)
         loss.backward()
         return conv.weight.grad, x.grad, *(p.grad for p in norm.parameters())
 
-    assert_as_stock(program)
-
-
-def test_a_version_is_watched_without_the_memory(with_and_without_nodes):
-    for made in (torch.randn(64, 64), torch.randn(64, 64).double()[:, 1], nn.Parameter(torch.ones(3))):
-        watch = evidence.version_of(made)
-        assert watch._version == made._version
-        made.detach().zero_()
-        assert watch._version == made._version
-        assert watch.numel() == 0
-        assert watch.dtype == made.dtype
-    with FakeTensorMode():
-        assert evidence.version_of(torch.empty(8)) is None
+    assert_as_stock(program, recompute="norm")
 
 
 def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
@@ -373,7 +280,7 @@ def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
         loss.backward()
         return conv.weight.grad, x.grad
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. tensors of a subclass")
@@ -388,4 +295,4 @@ def test_jagged_tensors_are_held():
         loss.backward()
         return w.grad, x.grad.values()
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")

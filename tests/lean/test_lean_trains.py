@@ -11,9 +11,9 @@ from lean_cases import assert_trains_as_torch, gradients
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import reasons, small
+from leannorm.saving import small
 
-SETTINGS = [{}, {"recompute": "conv"}, {"budget": 0.3}]
+SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|no plan)")
 
 
@@ -67,10 +67,8 @@ def logged_of_a_view(h):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("of", [logged_before, logged_afterwards, logged_of_a_view])
 @pytest.mark.parametrize("done", [False, True])
-def test_what_another_branch_alone_has_saved_is_edited(of, done, settings, request, with_and_without_nodes):
+def test_what_another_branch_alone_has_saved_is_edited(of, done, settings, with_and_without_nodes):
     """A branch that no loss reads, or whose backward pass is done."""
-    if done:  # the log sees no edit behind the pass, and the backward pass raises an error
-        request.getfixturevalue("searched")
 
     def train(context):
         first, second, third, seen = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8), []
@@ -92,20 +90,11 @@ def test_what_another_branch_alone_has_saved_is_edited(of, done, settings, reque
             seen += torch.autograd.grad(loss, parameters)
         return seen
 
+    if done and not with_and_without_nodes:  # the log in Python sees no edit behind the pass
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            assert_trains_as_torch(train, settings)
+        return
     assert_trains_as_torch(train, settings)
-
-
-@pytest.mark.usefixtures("searched")
-def test_why_what_another_branch_has_saved_is_no_source(with_and_without_nodes):
-    linear, last = nn.Linear(64, 64), nn.Linear(64, 64)
-    for _ in range(3):
-        with lean("norm") as saved:
-            h = linear(torch.randn(64, 64))
-            log = h.norm()
-            loss = last(F.relu(h)).sum()
-        loss.backward()
-    assert log.requires_grad
-    assert any(reasons.ELSEWHERE in reason for reason in saved.reasons)
 
 
 class Written(nn.Module):
@@ -121,7 +110,7 @@ def test_what_both_operands_lead_to_is_a_source(with_and_without_nodes):
         with lean("norm") as saved:
             loss = model(torch.randn(64, 64)).square().mean()
         loss.backward()
-        assert any(r.node in ("MulBackward0", "aten::mul") and r.rebuilt for r in saved.records)
+        assert any(r.node == "aten::mul" and r.rebuilt for r in saved.records)
 
 
 # ---------------------------------------------------------------- who reads, and where

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import assert_as_stock, without_nodes
+from lean_cases import assert_as_stock, forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import graph, reasons, small, trial
+from leannorm.saving import reasons, small
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(trial, "_SEEN", {})
+    forget_trials()
     monkeypatch.setattr(small, "SMALL", -1)
     monkeypatch.setattr(reasons, "_WARNED", set())
 
@@ -40,9 +38,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("activation", IN_PLACE)
 @pytest.mark.parametrize("norm", NORMS)
 def test_an_activation_in_place_behind_a_norm_of_volumes(norm, activation):
-    """nnU-Net's block. Instance norm puts out a view, of which the activation hides the node; one that saves
-    its input, not its output, is told by the C++ nodes alone."""
-    untold = norm.startswith("instance") and activation in ("silu", "elu", "hardswish")
+    """nnU-Net's block. Instance norm puts out a view, into which the activation writes."""
 
     def program(context):
         blocks = [(nn.Conv3d(8, 8, 3), NORMS[norm](8), IN_PLACE[activation](inplace=True)) for _ in range(3)]
@@ -54,19 +50,11 @@ def test_an_activation_in_place_behind_a_norm_of_volumes(norm, activation):
                 loss = model(torch.randn(2, 8, 14, 14, 14)).square().mean()
             loss.backward()
             seen += [p.grad.clone() for p in model.parameters()]
-        if saved is not None and graph.NODES is None and untold:
-            assert any("AsStridedBackward0" in reason and "CopySlices" in reason for reason in saved.reasons)
-        elif saved is not None:
+        if saved is not None:
             assert saved.kept_bytes < 0.7 * (saved.kept_bytes + saved.rebuilt_bytes)
         return seen
 
-    assert_as_stock(program)
-
-
-@pytest.mark.parametrize("activation", IN_PLACE)
-def test_without_the_nodes_the_call_tells_what_was_done_to_a_view(activation, monkeypatch):
-    without_nodes(monkeypatch)
-    test_an_activation_in_place_behind_a_norm_of_volumes("instance", activation)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_what_is_done_in_place_to_a_part_of_a_norms_output_is_held():
@@ -83,7 +71,7 @@ def test_what_is_done_in_place_to_a_part_of_a_norms_output_is_held():
             seen.append(x.grad)
         return seen
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_what_is_held_has_a_reason_by_its_bytes():
@@ -91,14 +79,13 @@ def test_what_is_held_has_a_reason_by_its_bytes():
     x = torch.randn(4, 8, 32, 32)
     with lean("norm") as saved:
         loss = block(x).square().sum()
-    (why,) = (r for r in saved.reasons if re.search("ReluBackward0|aten::relu", r))
-    made_of = "made of outputs of (ConvolutionBackward0|aten::convolution), and kept: this setting does not"
-    assert re.search(made_of, why)
+    (why,) = (r for r in saved.reasons if "aten::relu" in r)
+    assert "made of outputs of aten::convolution, and kept: this setting does not" in why
     loss.backward()
     with lean("norm") as saved:
         loss = block(F.rrelu(x.requires_grad_(), training=True)).square().sum()
-    rrelu = "(RreluWithNoiseBackward0|aten::rrelu_with_noise), and kept: lean\\(\\) has no recipe for it"
-    assert any(re.search(rrelu, r) for r in saved.reasons)
+    rrelu = "aten::rrelu_with_noise, and kept: lean() does not call it again"
+    assert any(rrelu in r for r in saved.reasons)
     loss.backward()
     assert {r.why for r in saved.records if r.rebuilt} <= {""}
 
@@ -122,8 +109,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_sum_in_place_that_a_norm_reads(in_place, edit):
-    """SegResNet's `x += identity`. The sum does not tell whether it made the version, so it is compared with
-    a rebuild; that says nothing of what read it before."""
+    """SegResNet's `x += identity`. What read it before is not what a norm reads."""
 
     def program(context):
         first, second, x = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), torch.randn(4, 8, 16, 16)
@@ -138,8 +124,7 @@ def test_a_sum_in_place_that_a_norm_reads(in_place, edit):
                     EDITS[edit](z)
                 loss = (F.group_norm(z, 2) * F.group_norm(u, 2)).square().sum()
             if saved is not None and in_place and edit == "none":
-                sums = "AddBackward0", "aten::add_"
-                assert next(record for record in saved.records if record.node in sums).rebuilt
+                assert next(record for record in saved.records if record.node == "aten::add_").rebuilt
             for parameter in (first.weight, second.weight):
                 parameter.grad = None
             loss.backward()
@@ -165,12 +150,10 @@ def test_small_views_of_a_large_tensor_are_rebuilt_with_it():
             loss.backward()
             found += [p.grad.clone() for p in layer.parameters()]
             if saved is not None:
-                assert not [
-                    r for r in saved.records if r.node in ("SelectBackward0", "aten::exp") and not r.rebuilt
-                ]
+                assert not [r for r in saved.records if r.node == "aten::exp" and not r.rebuilt]
         return found
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")
 
 
 def test_a_transpose_in_place_changes_no_contents():
@@ -188,4 +171,4 @@ def test_a_transpose_in_place_changes_no_contents():
             found.append(x.grad)
         return found
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")

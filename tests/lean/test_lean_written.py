@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import assert_as_stock
+from lean_cases import assert_as_stock, forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import graph, reasons, small, trial
+from leannorm.saving import reasons, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget")
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(trial, "_SEEN", {})
+    forget_trials()
     monkeypatch.setattr(small, "SMALL", -1)
     monkeypatch.setattr(reasons, "_WARNED", set())
 
@@ -98,7 +98,7 @@ def parts_that_overlap(x, other):
 
 
 REBUILT = [residual, without_a_factor, views_of_views, several_times, broadcast, of_a_wider_dtype]
-REBUILT += [of_a_narrower_dtype, new_memory_in_parts, parts_that_overlap]
+REBUILT += [of_a_narrower_dtype, parts_that_overlap]
 
 
 def zeros_where_no_part_is(x, other):
@@ -182,7 +182,13 @@ def beside_its_base(x, other):
     return base * x
 
 
-OTHERS = [zeros_where_no_part_is, ones_before_its_parts, read_before_all_is_filled, a_part_of_another_dtype]
+OTHERS = [
+    new_memory_in_parts,
+    zeros_where_no_part_is,
+    ones_before_its_parts,
+    read_before_all_is_filled,
+    a_part_of_another_dtype,
+]
 OTHERS += [edited_between, edited_through_data, filled_and_edited, added_without_a_gradient]
 OTHERS += [of_imaginary_parts, of_itself, by_strides, beside_its_base]
 
@@ -222,14 +228,13 @@ def test_gradients_are_stocks_in_other_layouts_and_dtypes(program, dtype):
     assert_as_stock(passes(program, dtype=dtype), budget=0.05)
 
 
-@pytest.mark.skipif(graph.NODES is None, reason="what wrote into a view is told by the C++ nodes alone")
 @pytest.mark.parametrize("program", REBUILT, ids=lambda program: program.__name__)
 def test_what_was_written_is_rebuilt(program):
     """A sum of a whole norm's output by a budget alone, one of a part by lean() alone: its rule of sums."""
     held = []
     for settings in ({}, {"budget": 0.05}):
         assert_as_stock(passes(program, seen=(seen := [])), **settings)
-        held.append(seen[-1] & {"CopySlices", "AsStridedBackward0"})
+        held.append({node for node in seen[-1] if node.endswith("_")})
     assert not min(held, key=len), held
 
 
@@ -260,4 +265,4 @@ def test_a_view_of_as_many_elements_is_not_the_whole(with_and_without_nodes):
                 loss = (w * base).sum()
             yield torch.autograd.grad(loss, w)[0]
 
-    assert_as_stock(program)
+    assert_as_stock(program, recompute="norm")

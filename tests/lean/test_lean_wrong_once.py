@@ -11,9 +11,8 @@ from torch import nn
 
 import leannorm.functional as LF
 from leannorm import lean
-from leannorm.autograd.nodes import NODES
 
-BOTH = [contextlib.nullcontext, lean]
+BOTH = [contextlib.nullcontext, lambda: lean("norm")]
 
 
 def image(seed=0):
@@ -249,14 +248,6 @@ def input_that_a_norm_has_read(x, edit):
 TOLD = [small_part_saved_again, input_that_a_norm_has_read]
 
 
-@pytest.mark.usefixtures("searched")
-@pytest.mark.parametrize("program", TOLD)
-def test_an_edit_through_data_that_is_told(program):
-    with pytest.raises(RuntimeError, match="was edited where autograd does not see it"):
-        gradients(lean, program, through_data)
-
-
-@pytest.mark.skipif(NODES is None, reason="operators are recorded by the C++ nodes")
 @pytest.mark.parametrize("program", TOLD)
 def test_the_log_sees_an_edit_through_data(program):
     stock, ours = (gradients(context, program, through_data) for context in BOTH)

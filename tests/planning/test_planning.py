@@ -13,7 +13,7 @@ from planning_steps import MILLI, choices, network, steps, told
 
 import leannorm
 from leannorm.planning.cut import Cuts, price
-from leannorm.planning.goal import CONV, NORM, Goal, goal
+from leannorm.planning.goal import CONV, HALF, NORM, Goal, goal
 from leannorm.planning.lines import Lines
 from leannorm.planning.plan import plan
 from leannorm.planning.timeline import Moment, Step, Value, of_stock, outcome
@@ -89,6 +89,27 @@ def test_goals_are_kept_and_monotone(step):
     bought = [plan(lines, Goal(worth=worth)).point for worth in (0.0, 0.1, 0.5, 2.0, 100.0)]
     assert all(after.held <= before.held for before, after in pairwise(bought))
     assert Lines(step).by_held == lines.by_held  # the same on every rank
+
+
+@examples
+@given(steps())
+def test_half_is_the_first_that_is_enough_and_what_costs_nothing_behind_it(step):
+    lines = Lines(step)
+    made, line, (stock, seconds) = plan(lines, HALF), lines.by_held, (lines.stock, step.seconds)
+    enough = [p for p in line if p.held <= 0.5 * stock.held]
+    within = [p for p in line if p is stock or p.seconds <= stock.seconds + 0.1 * seconds]
+    assert made.point in within
+    assert made.point.peak <= stock.peak
+    if enough and enough[0] in within:
+        assert made.reached
+        assert made.point.held <= enough[0].held
+        assert made.point.seconds <= enough[0].seconds + 0.01 * seconds
+        beyond = [p for p in within if p.held < made.point.held]
+        assert all(p.seconds > enough[0].seconds + 0.01 * seconds for p in beyond)
+    else:
+        assert made.point.held == min(p.held for p in within)
+        assert made.reached == (made.point.held <= 0.5 * stock.held)
+    assert made.least == line[-1].held
 
 
 def test_how_far_plans_are_from_the_best_there_are():
@@ -167,7 +188,7 @@ def test_a_step_of_some_thousand_values_is_planned_in_seconds():
 def test_a_step_without_values_has_stock_s_plan():
     step = Step([], 0, [], [], frozenset(), 0.0)
     lines = Lines(step)
-    for asked in (NORM, CONV, Goal(budget=0.5), Goal(overhead=0.1), Goal(peak=0.5), Goal(peak=100)):
+    for asked in (HALF, NORM, CONV, Goal(budget=0.5), Goal(overhead=0.1), Goal(peak=0.5), Goal(peak=100)):
         made = plan(lines, asked)
         assert made.point is lines.stock
         assert (made.ratio, made.overhead, made.peak_ratio) == (0, 0, 0)
@@ -201,6 +222,10 @@ def test_goals_that_do_not_exist(given, said):
     with pytest.raises(leannorm.InputError) as error:
         goal(**arguments)
     assert said in str(error.value)
+
+
+def test_nothing_asked_for_is_half():
+    assert goal(None, None, None, None) == HALF
 
 
 def test_peaks_in_words():

@@ -11,8 +11,6 @@ import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from programs.campaign import campaign, show
-
 
 def main():
     parser = argparse.ArgumentParser(prog="programs", description="Random programs for lean().")
@@ -23,7 +21,12 @@ def main():
     parser.add_argument("--file")
     parser.add_argument("--warm", action="store_true", help="keep lean()'s caches over all programs")
     parser.add_argument("--most", type=int, default=10, help="failures to shrink, per process")
+    parser.add_argument("--python", action="store_true", help="the log in Python, as without the C++ nodes")
     options = parser.parse_args()
+    if options.python:
+        os.environ["PROGRAMS_LOG"] = "python"
+    from programs.campaign import campaign, show
+
     if options.seed is not None or options.file:
         return show(options.seed, options.file)
     return campaign(options.start, options.count, options.jobs, options.warm, options.most)

@@ -5,32 +5,18 @@ The names of its caches stand here and nowhere else in the fuzzer.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import os
 
-from leannorm.autograd.nodes import NODES
-from leannorm.saving import leaves, memo, plans, small, trial, watched
+from leannorm.saving import log, plans, recorded, small, watched
+
+if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not built
+    recorded.record_in(log)
 
 
 def forget():
     """As in a fresh process."""
-    trial._SEEN.clear()
     plans._KNOWN.clear()
     watched._WATCHED.clear()
     small._LEFT_ALONE.clear()
     small.SMALL = -1  # but where a program asks for it
-    leaves.Leaves._asked_at.clear()
-    memo.forget()
-    if NODES is not None:
-        NODES.forget_trials()
-
-
-@contextlib.contextmanager
-def even_clock():
-    """Every rebuild takes the same time, so that a budget makes the same plan in every run."""
-    clock, ticks = trial.perf_counter, itertools.count()
-    trial.perf_counter = lambda: next(ticks) * 1e-6
-    try:
-        yield
-    finally:
-        trial.perf_counter = clock
+    recorded.LOG.forget_trials()

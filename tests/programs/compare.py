@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import torch
 
-from programs.caches import even_clock, forget
+from programs.caches import forget
 from programs.language import parse
 from programs.observe import observe
 from programs.run import CopyingRun, HooksLeftOpen, LeanRun, Run, SharingRun
@@ -31,19 +30,18 @@ SAME = Verdict("same")
 
 def judge(program, warm=False):
     """Run the program both ways and compare; `warm` leaves what `lean()` remembers from other programs."""
-    with contextlib.nullcontext() if warm else even_clock():
-        if not warm:
-            forget()
-        stock, ours = Run(program)(), LeanRun(program)()
-        verdict = compared(stock, ours)
-        if verdict.kind == "backward passes where stock raises":
-            return _lenient(program, ours, verdict)
-        if verdict.kind == "refused" and not observe(program).edits_what_was_read:
-            return Verdict("refused without an edit", verdict.text)
-        if verdict.kind == "numbers" and compared(stock, Run(program)()).kind == "numbers":
-            return SAME  # of stock too: memory that torch never filled, say
-        if verdict.kind == "numbers" and "held=COPIES" in str(program) and ".data." in str(program):
-            return _edits_of_copies(program, warm)
+    if not warm:
+        forget()
+    stock, ours = Run(program)(), LeanRun(program)()
+    verdict = compared(stock, ours)
+    if verdict.kind == "backward passes where stock raises":
+        return _lenient(program, ours, verdict)
+    if verdict.kind == "refused" and not observe(program).edits_what_was_read:
+        return Verdict("refused without an edit", verdict.text)
+    if verdict.kind == "numbers" and compared(stock, Run(program)()).kind == "numbers":
+        return SAME  # of stock too: memory that torch never filled, say
+    if verdict.kind == "numbers" and "held=COPIES" in str(program) and ".data." in str(program):
+        return _edits_of_copies(program, warm)
     return verdict
 
 

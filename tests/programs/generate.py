@@ -18,7 +18,18 @@ from programs.run import SharingRun, is_leaf
 
 STATIC = {8, 16, 24, 32, 48, 64, 96, 128}  # sizes that are not those of a batch
 _SIZES = [(4, 6), (5, 6), (4, 7), (5, 7), (3, 9), (4, 9)]
-_SETTINGS = ["", "", '"conv"', '"conv"', "budget=0.3", "budget=0.7", "overhead=0.2", "held=COPIES"]
+_SETTINGS = [
+    "",
+    "",
+    '"norm"',
+    '"norm"',
+    '"conv"',
+    '"conv"',
+    "budget=0.3",
+    "budget=0.7",
+    "overhead=0.2",
+    "held=COPIES",
+]
 
 
 class Maker:

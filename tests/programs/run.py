@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leannorm.saving import lean, make_lean
+from leannorm.saving import lean, make_lean, recorded
 from programs.functions import Interrupt, gradient_of, own_settings, settings
 from programs.language import NAMESPACE
 
@@ -240,18 +240,15 @@ class Leaked:
 class LeanRun(Run):
     make_lean = staticmethod(make_lean)
 
+    lean = staticmethod(lean)
+
     def __init__(self, program):
-        self._opened = []
+        self._before = recorded.LOG.alive()
         super().__init__(program)
 
-    def lean(self, *settings, **named):
-        self._opened.append(lean(*settings, **named))
-        return self._opened[-1]
-
     def _left(self):
-        """Of contexts that were not opened again: what the last pass of one saved."""
-        references = [r for opened in self._opened for r in opened._ledger.references]
-        return sum(r() is not None for r in references)
+        """Tensors that are still saved in a pass of this program."""
+        return recorded.LOG.alive() - self._before
 
     def _held_by_torch(self):
         """After an error torch's engine keeps nodes that it had not come to, until it comes to the next of

@@ -6,6 +6,7 @@
 #include "log.h"
 
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/arange.h>
 
 #include <atomic>
 #include <limits>
@@ -221,8 +222,28 @@ inline std::optional<Coded> coded(const Tensor& t) {
   }
 }
 
+namespace coding {
+
+inline Tensor flags_on_device(const Tensor& bytes, int64_t n) {
+  const Tensor places = at::arange(8, bytes.options());
+  return bytes.unsqueeze(1).bitwise_right_shift(places).bitwise_and_(1).view({-1}).narrow(0, 0, n);
+}
+
+}  // namespace coding
+
+// On a device.
+inline Tensor decoded_unseen(const Code& code, const Tensor& bytes, const Geometry& made) {
+  if (code.kind == Code::kBits) {
+    Tensor flags = coding::flags_on_device(bytes, made.numel());
+    if (made.dtype != at::kBool) flags = flags.to(made.dtype);  // of a fake tensor
+    return over(flags.storage(), made);
+  }
+  return over(bytes.to(made.dtype).storage(), made);
+}
+
 // In new memory, laid out as it was.
 inline Tensor decoded(const Code& code, const Tensor& bytes, const Geometry& made, int64_t storage_bytes) {
+  if (!made.is_on_host()) return decoded_unseen(code, bytes, made);
   const Tensor t = over(at::empty({storage_bytes}, at::TensorOptions().dtype(at::kByte).device(made.device)).storage(), made);
   const auto each = [&](const auto& run) { coding::for_unsigned(t.element_size(), run); };
   switch (code.kind) {
@@ -234,14 +255,14 @@ inline Tensor decoded(const Code& code, const Tensor& bytes, const Geometry& mad
   return t;
 }
 
-// Is the tensor all of its memory, and can it be read here? What other code than torch's has allocated (an array, a file,
+// Is the tensor all of its memory, and whose is that? What other code than torch's has allocated (an array, a file,
 // another process) may be seen and written by that, and is no tensor's alone.
 inline bool may_be_coded(const Value& x, const Tensor& t) {
   const Geometry& g = x.made;
-  return g.device.is_cpu() && g.offset == 0 && x.storage_bytes > 0 && g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)) == x.storage_bytes &&
+  return g.offset == 0 && x.storage_bytes > 0 && g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)) == x.storage_bytes &&
          t.is_non_overlapping_and_dense() && t.storage().resizable() &&
          static_cast<int64_t>(t.storage().nbytes()) == x.storage_bytes &&
-         t.storage().data_ptr().get_deleter() == c10::GetAllocator(c10::kCPU)->raw_deleter();
+         (g.fake || t.storage().data_ptr().get_deleter() == c10::GetAllocator(g.device.type())->raw_deleter());
 }
 
 }  // namespace leannorm::recording

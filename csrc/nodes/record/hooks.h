@@ -1,7 +1,6 @@
 // The saved-tensor hooks: a tensor is saved by its value, and read back.
 #pragma once
 
-#include "../flags.h"
 #include "freed.h"
 #include "limit.h"
 #include "recorder.h"
@@ -35,7 +34,10 @@ inline void check_version(const SavedObject& s) {
               " instead. leannorm.lean() needs it for the backward pass: edit a copy of it, or edit it after backward().");
 }
 
+inline std::atomic<int64_t> alive = 0;  // tensors that nodes have saved, in all passes
+
 inline void forget_saved(PyObject* self) {
+  --alive;
   auto* const s = reinterpret_cast<SavedObject*>(self);
   if (s->log && s->value >= 0) {
     const Log::Lock lock(*s->log);
@@ -58,6 +60,7 @@ inline PyObject* new_saved() {
   new (&made->log) std::shared_ptr<Log>(), new (&made->geometry) std::optional<Geometry>(), new (&made->counter) std::optional<c10::VariableVersion>();
   new (&made->tensor) Tensor(), new (&made->original) Tensor(), new (&made->other) std::shared_ptr<const Other>(), new (&made->spec) py::object(), new (&made->layer) py::object();
   made->value = -1;
+  ++alive;
   return s;
 }
 
@@ -121,7 +124,7 @@ inline void hand_over(Log& log) {
     Value& x = log.values[v];
     if (x.refs == 0 || x.state != Value::kHeld) continue;
     if (!x.sample.taken) x.sample = Sample::of(given);
-    const Below below;
+    const Below below(x.made.fake);
     x.held = at::empty({0}, given.options()), x.elsewhere = of_python(std::move(made));
   }
 }
@@ -139,6 +142,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     return;
   }
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
+  if (!log.open.empty())
+    for (Read& read : log.calls[log.open.back()].reads) read.saved |= read.value == v;
   s.log = current, s.value = v;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
@@ -162,10 +167,13 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // other memory than its call has made
   if (movable) log.to_move.push_back(v);
-  if (!leaf && log.limit) return log.limit->saved(log, x.storage_bytes);
+  if (!leaf && log.limit && !is_on_device(x.made)) return log.limit->saved(log, x.storage_bytes);
+  if (log.limit && is_on_device(x.made)) log.meets(kBeyondLimit);
   const bool waits = !log.open.empty() && x.call == log.open.back();
-  if (waits && !leaf && drops) log.calls[x.call].waiting.push_back(v);
-  else if (!leaf && drops) decide(log, v);
+  x.narrow = !drops && log.following.back()->narrows && may_be_narrow(log, x);
+  const bool decides = !leaf && (drops || x.narrow);
+  if (waits && decides) log.calls[x.call].waiting.push_back(v);
+  else if (decides) decide(log, v);
   if (Value& made = log.values[v]; made.why == Why::kNotAtHand && is_made_by_checkpoint(whole)) made.why = Why::kCheckpointed;
   wait_for(log, v);
   if (leaf || s.spec || !may_be_in_rows(log, log.values[v])) return;
@@ -204,6 +212,10 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   }
   if (keeps) {
     if (current && current->limit && t.is_leaf()) current->limit->reads_parameter(t);
+    if (current && !busy && t.is_leaf() && !t.device().is_cpu() && plain(t)) {
+      const Log::Lock lock(*current);
+      if (const int v = current->value_of(t); v >= 0) current->values[v].pinned = true;
+    }
     s.tensor = t.grad_fn() ? t.detach() : t;
     return owned.release().ptr();
   }
@@ -253,6 +265,7 @@ inline Tensor rebuilt(SavedObject& s) {
   if (x.shown.defined()) t = x.shown;
   else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
   else {
+    if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
     t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
     TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"

@@ -3,6 +3,8 @@
 // also one through .data, under no_grad or into a view, is a call that makes the next version.
 #pragma once
 
+#include "device.h"
+#include "exposed.h"
 #include "rules.h"
 #include "shown.h"
 
@@ -27,20 +29,13 @@ struct Code;  // encode.h
 struct Other;  // others.h
 
 // Why a value is held; saving/recorded.py has a sentence for each.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
 // Where it is not at hand: why that is so, and the operator to which that applies.
 struct Cause {
   Why why = Why::kNone;
   const std::string* of = nullptr;
 };
 
-// Objects of Python's, which let go of with its lock.
-template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
-  return {new Objects(std::move(objects)), [](Objects* made) {
-            const py::gil_scoped_acquire gil;
-            delete made;
-          }};
-}
 struct Elsewhere {
   py::object bring;  // bring() returns what the user's hooks have held
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of what they got
@@ -53,7 +48,8 @@ struct Asked {
   py::object flags, layer, hold, owns, other;
   int met = 0;
 };
-enum Met : int { kCompiled = 1, kOthersHooks = 2 };  // compiled code, hooks of others
+enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8 };  // compiled code, hooks of others, memory
+// that a limit does not count, convolutions that cuDNN times
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -68,6 +64,7 @@ struct Value {
   std::shared_ptr<Elsewhere> elsewhere;
   Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
   Tensor rebuilt;
+  std::optional<c10::Stream> on, rebuilt_on;  // the streams on which it was made, and made again
   Sample sample;
   State state = kFree;
   Why why = Why::kNone;
@@ -77,8 +74,12 @@ struct Value {
   bool lost = false;     // it was overwritten past the dispatcher
   bool listed = false;   // among what the pass has saved, as its
   int number = 0;
+  bool narrow = false;     // a plan keeps it: what it is made of may take its place, in a narrower dtype
   bool in_rows = false;    // may its gradient read it some rows at a time?
+  bool pinned = false;     // a node has saved it, as a parameter, so that an edit of it is an error in plain PyTorch, too
   bool parameter = false;  // memory of a parameter, which is there without autograd, too
+  bool weight = false;     // of a leaf that wants a gradient
+  bool exposed = false;    // can others write what is held, behind the pass?
   // Of a value that nobody has saved, and that is held to make one that is dropped:
   enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
   int instead = -1;        // that one
@@ -93,6 +94,7 @@ struct Value {
 struct Read {
   int at, place, value;
   int geometry;  // of the log; -1: as the value was made
+  bool saved = false;  // by the call's node
 };
 
 struct Call {
@@ -108,7 +110,9 @@ struct Call {
   c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
   int outer = -1;                     // the call on a subclass that it is a part of
   bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
+  bool of_mode = false;               // or a mode of the program's is on, whose calls are
   uint64_t kind = 0;                  // of its trials, once it was asked for
+  uint8_t flags = 0;                  // under which it ran: those of the log, or which of its `others_flags`
   bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
 };
 
@@ -121,17 +125,28 @@ struct Memory {
   uint32_t version = 0;
 };
 
-// The global flags that bits of kernels for CPUs depend on (saving/flags.py has them all).
+// The global flags that bits of kernels depend on, in one number (saving/flags.py has and sets them).
 inline uint64_t flags_now() {
   const auto& context = at::globalContext();
   uint64_t bits = at::get_num_threads();
   for (const bool flag : {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(), context.userEnabledMkldnn(),
-                          context.deterministicMkldnn(), context.userEnabledNNPACK(), context.benchmarkCuDNN()})
+                          context.deterministicMkldnn(), context.userEnabledNNPACK(), context.benchmarkCuDNN(), context.allowFP16ReductionCPU()})
     bits = bits * 2 + flag;
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
     bits = bits * 16 + static_cast<uint64_t>(at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op));
 #endif
+  for (const bool flag : {context.userEnabledCuDNN(), context.deterministicCuDNN()}) bits = bits * 2 + flag;
+  if (context.hasCUDA()) {
+    bits = bits * 16 + static_cast<uint64_t>(context.allowFP16ReductionCuBLAS()) * 4 + static_cast<uint64_t>(context.allowBF16ReductionCuBLAS());
+    bits = bits * 2 + context.allowFP16AccumulationCuBLAS();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+    for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
+      bits = bits * 16 + static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, op));
+#else
+    bits = bits * 4 + context.allowTF32CuBLAS() * 2 + context.allowTF32CuDNN();
+#endif
+  }
   volatile double tiny = 4.9406564584124654e-324;  // 0 where this thread flushes denormal numbers
   return bits * 2 + (tiny == 0.0);
 }
@@ -141,7 +156,7 @@ class Limit;
 struct Policy {
   bool products = false, everything = false;
   int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
-  int64_t smallest = 1024, much_larger = 32;
+  int64_t smallest = 1, much_larger = 32;  // elements; a smaller tensor is held
   bool by_plan = false;  // what is in a row was planned: `runs` bounds the longest chain of calls alone
 };
 
@@ -154,6 +169,13 @@ struct Waiting {
 
 struct Follower;
 struct Times;
+
+// Global flags that were set within a pass, and Python's object that sets them.
+struct SetFlags {
+  static constexpr size_t kMost = 255;
+  uint64_t bits;
+  std::shared_ptr<py::object> object;
+};
 
 struct Log {
   std::vector<Value> values;
@@ -171,14 +193,17 @@ struct Log {
   std::shared_ptr<Asked> first;  // pass, whose flags are the log's
   std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
   std::vector<int> to_move;  // values that may be held elsewhere
+  std::vector<int> to_copy;  // of a device, small, and there before the pass
   bool gathers = false;      // do weights come and go?
   bool subclasses = false;   // may there be any, such as DTensors?
   uint64_t flags = flags_now(), stamp = 0;
+  std::vector<SetFlags> others_flags;
   int64_t alive = 0;        // saved tensors
   int64_t largest = 0;      // of what was saved
   std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;
   int passes = 0;           // that are open and write into it
+  std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each pass that is open
   std::shared_ptr<Times> times;      // if a plan is to be made of the pass
   at::CallbackHandle callback = 0;
@@ -210,11 +235,16 @@ struct Log {
     }
   };
 
+  Log() = default;
+  ~Log() {
+    if (exposed) forget(*exposed, exposed->left);
+  }
   int new_value(int memory, const Tensor& t, int call) {
     Value made;
     made.memory = memory, made.call = call, made.made = Geometry::of(t);
     made.storage_bytes = static_cast<int64_t>(t.storage().nbytes());
     made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
+    made.on = stream_of(made.made);
     values.push_back(std::move(made));
     return static_cast<int>(values.size()) - 1;
   }
@@ -237,6 +267,7 @@ struct Log {
     Value& x = values[memory.current];
     const uint32_t now = x.counter.current_version();
     if (now == x.version || memory.writer >= 0) return memory.current;
+    if (is_in_mode(number, x)) return x.version = now, memory.current;
     // The counter has moved, and no operator has written. A function that says that it worked in place (mark_dirty)
     // moves it once more behind its own operators; else somebody has written past the dispatcher.
     if (is_marked(x)) {
@@ -246,6 +277,14 @@ struct Log {
     x.lost = true;
     const int fresh = new_value(number, t, -1);
     return memories[number].current = fresh;
+  }
+  // Has a mode's call written it within one that is open? Autograd counts the write when the mode has returned.
+  bool is_in_mode(int memory, const Value& x) const {
+    if (x.call < 0 || x.counter.current_version() != x.version + 1) return false;
+    return std::any_of(open.begin(), open.end(), [&](int one) {
+      const Call& call = calls[one];
+      return call.of_mode && one < x.call && std::find(call.writing.begin(), call.writing.end(), memory) != call.writing.end();
+    });
   }
   bool is_marked(const Value& x) const {
     const bool in_function = x.call >= 0 && calls[x.call].before >= 0 && !calls[x.call].grad_mode;
@@ -267,7 +306,7 @@ struct Log {
     const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
     Value made;
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
-    made.storage_bytes = values[before].storage_bytes;
+    made.storage_bytes = values[before].storage_bytes, made.on = stream_of(made.made);
     made.counter = memory.counter, made.version = memory.counter.current_version();
     values.push_back(std::move(made));
     memory.current = static_cast<int>(values.size()) - 1;
@@ -277,10 +316,24 @@ struct Log {
     if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
   }
+  uint64_t flags_of(const Call& call) const { return call.flags == 0 ? flags : others_flags[call.flags - 1].bits; }
+  // The flags now, as a call has them; none if there are too many.
+  std::optional<uint8_t> number_of_flags() {
+    const uint64_t now = flags_now();
+    if (now == flags) return 0;
+    const auto known = std::find_if(others_flags.begin(), others_flags.end(), [now](const SetFlags& one) { return one.bits == now; });
+    if (known == others_flags.end() && others_flags.size() == SetFlags::kMost) return {};
+    const auto number = static_cast<uint8_t>(known - others_flags.begin() + 1);
+    if (known != others_flags.end()) return number;
+    const py::gil_scoped_acquire gil;
+    others_flags.push_back({now, of_python(py::object(first->flags.attr("now")()))});
+    return number;
+  }
   void meets(Met what) {
     for (const auto& one : asked) one->met |= what;
   }
   bool is_in_subclass() const { return !open.empty() && calls[open.back()].of_subclass; }
+  bool is_in_call_of_calls() const { return !open.empty() && (calls[open.back()].of_subclass || calls[open.back()].of_mode); }
   bool is_there(int v) const {
     const Memory& memory = memories[values[v].memory];
     return memory.current == v && memory.writer < 0;
@@ -293,7 +346,7 @@ struct Log {
   }
   // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
   void begin_anew() {
-    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear();
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
     largest = 0;

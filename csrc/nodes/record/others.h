@@ -6,6 +6,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>

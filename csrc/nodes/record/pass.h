@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hooks.h"
+#include "watch.h"
 
 #include <unordered_set>
 
@@ -79,6 +80,7 @@ struct Pass {
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
     if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
+    if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
   }
   Pass(const Pass&) = delete;
@@ -89,6 +91,7 @@ struct Pass {
     const Log::Lock lock(*log);
     log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (!log->limit) encode_freed(*log, /*all=*/true);
+    if (log->passes == 1) copy_all_small(*log);
     note_those_alone();
     std::erase(log->following, &follower);
     follower.forget_times(*log);
@@ -96,6 +99,7 @@ struct Pass {
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
     at::removeCallback(log->callback);
+    expose(log);
     log->waiting = {}, log->leaves.clear();
     last_values = log->values.size(), last_calls = log->calls.size();
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
@@ -151,6 +155,7 @@ inline void add_record(py::module_ module) {
   own_unpack = py::object(module.attr("record_unpack")).release().ptr();
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
   module.def("bytes_in_use", &InUse::of_process);
+  module.def("alive", [] { return alive.load(); });
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)
       .def_readonly("dropped", &Saved::dropped)
@@ -158,11 +163,11 @@ inline void add_record(py::module_ module) {
       .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
       .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask, py::object layer,
-                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers) {
-             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row},
+                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers, int64_t smallest) {
+             return std::make_unique<Pass>(Policy{products, everything, sums, runs, row, smallest},
                                            Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(ask), subclasses, gathers);
            }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"),
-           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"))
+           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"), py::arg("smallest"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def("packed", &Pass::packed)
@@ -173,6 +178,12 @@ inline void add_record(py::module_ module) {
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
       .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
+      .def("device", [](const Pass& p) -> std::string {  // of the largest tensor that it has saved
+        const Value* most = nullptr;
+        for (size_t i = std::min(p.first, p.log->listed.size()); i < p.log->listed.size(); ++i)
+          if (const Value& x = p.log->values[p.log->listed[i]]; most == nullptr || x.storage_bytes > most->storage_bytes) most = &x;
+        return most == nullptr ? "cpu" : most->made.device.str();
+      })
       .def("places", [](const Pass& p) { return p.follower.place + 1; })
       .def("timeline", [](const Pass& p) {
         const Log::Lock lock(*p.log);
@@ -193,6 +204,10 @@ inline void add_record(py::module_ module) {
                                 py::object shared, py::object compare) {
     python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
   });
+  module.def("set_varying", [](const std::vector<std::string>& names) { varying().insert(names.begin(), names.end()); });
+  module.def("set_capturing", [](py::object asked) { asks_capturing() = std::move(asked); });
+  module.def("set_fakes", [](const py::type& type, py::object make) { fakes() = {reinterpret_cast<PyTypeObject*>(type.ptr()), std::move(make)}; });
+  module.def("exposed", [] { return watched().left.load(); });
   module.def("forget_trials", [] { trust().forget(); });
 }
 

@@ -51,6 +51,7 @@ struct Follower {
   size_t first = 0;  // of what the log lists
   std::shared_ptr<Times> times;  // where a plan may be made of the pass
   Cause cause;
+  bool narrows = false;  // may what a plan keeps be held by its source? That takes time, which an overhead has no price for
 
   // The log notes times as long as an open pass wants them.
   void forget_times(Log& log) {

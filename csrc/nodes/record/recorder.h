@@ -29,6 +29,10 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   Value& x = log.values[v];
   if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0)  // a norm's, before it is freed
     x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
+  if (log.values.size() > known) {
+    const Tensor base = base_of(t);
+    x.weight = base.is_leaf() && base.requires_grad();
+  }
   int geometry = -1;
   if (!log.values[v].made.is_of(t)) {
     geometry = static_cast<int>(log.geometries.size());
@@ -52,20 +56,43 @@ inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
   return false;
 }
 
-// The memory of `t` is written when this call runs: what is made again from what it holds now gets a copy of it.
+// What is made again from this value gets a copy of it, as its memory is going to be written.
+inline void copy_before_write(Log& log, int v) {
+  Value& value = log.values[v];
+  if (!value.held.defined() || value.copied || value.refs <= value.saves) return;
+  const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
+  if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
+}
+
+// The memory of `t` is written when this call runs.
 inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
-  Value& value = log.values[v];
-  if (value.held.defined() && !value.copied && value.refs > value.saves && !call.rule->reshapes) {
-    if (value.call < 0 && gathered(log, t) > 0) return;
-    const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
-    if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
+  if (const Value& x = log.values[v]; !call.rule->reshapes && x.held.defined() && !x.copied && x.refs > x.saves) {
+    if (x.call < 0 && gathered(log, t) > 0) return;
+    copy_before_write(log, v);
   }
   Memory& memory = log.memories[log.values[v].memory];
   call.writing.push_back(log.values[v].memory);
   memory.sent |= call.rule->sends;
   memory.writer = number, memory.counter = t.unsafeGetTensorImpl()->version_counter(), memory.version = t._version();
+}
+
+// The tensors that the call writes.
+template <class Visit> void for_written(const Rule& rule, c10::ArrayRef<const IValue> inputs, const Visit& visit) {
+  if (rule.gate >= 0 && !(rule.gate < static_cast<int>(inputs.size()) && inputs[rule.gate].isBool() && inputs[rule.gate].toBool())) return;
+  for (const int at : rule.writes) {
+    if (at >= static_cast<int>(inputs.size())) continue;
+    const IValue& v = inputs[at];
+    if (v.isTensor()) visit(v.toTensor());
+    else if (v.isTensorList()) {
+      for (const Tensor& t : v.toTensorVector()) visit(t);
+    } else if (v.isList()) {
+      for (const IValue& list : v.toListRef())
+        if (list.isTensorList())
+          for (const Tensor& t : list.toTensorVector()) visit(t);
+    }
+  }
 }
 
 inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inputs) {
@@ -104,7 +131,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const bool inference = c10::InferenceMode::is_enabled();  // which excludes autograd too
-  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_subclass()) return nullptr;  // part of a call
+  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_call_of_calls()) return nullptr;  // part of a call
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
@@ -119,21 +146,11 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   Call call;
   call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
   call.in_checkpoint = runs_in_checkpoint();
-  call.usable = flags_now() == log.flags && !inference && !c10::impl::dispatch_mode_enabled();
+  const auto flags = log.number_of_flags();
+  call.flags = flags.value_or(0), call.of_mode = are_modes();
+  call.usable = flags.has_value() && !inference && !call.of_mode;
   read_arguments(log, call, fn.inputs());
-  if (rule->kind != Kind::kSkip && (rule->gate < 0 || call.args[rule->gate].toBool())) {
-    for (const int at : rule->writes) {
-      if (at >= static_cast<int>(fn.inputs().size())) continue;
-      const IValue& v = fn.inputs()[at];
-      if (v.isTensor()) about_to_write(log, number, call, v.toTensor());
-      else if (v.isList() && !v.isTensorList()) {
-        for (const IValue& list : v.toListRef())
-          for (const Tensor& t : list.toTensorVector()) about_to_write(log, number, call, t);
-      }
-      else if (v.isTensorList())
-        for (const Tensor& t : v.toTensorVector()) about_to_write(log, number, call, t);
-    }
-  }
+  if (rule->kind != Kind::kSkip) for_written(*rule, fn.inputs(), [&](const Tensor& t) { about_to_write(log, number, call, t); });
   log.calls[number] = std::move(call);
   log.open.push_back(number);
   auto opened = std::make_unique<Opened>();
@@ -166,8 +183,11 @@ inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   Log& log = *opened->log;
   const Log::Lock lock(log);
   const int number = opened->call;
+  const bool is_there = !log.closed && number < static_cast<int>(log.calls.size());
+  for (const int memory : is_there ? log.calls[number].writing : decltype(Call::writing)())
+    if (Value& x = log.values[log.memories[memory].current]; log.is_in_mode(memory, x)) x.version = x.counter.current_version();
   while (!log.open.empty() && log.open.back() >= number) log.open.pop_back();
-  if (log.closed || number >= static_cast<int>(log.calls.size())) return;
+  if (!is_there) return;
   if (fn.outputs().empty()) log.calls[number].usable = false;  // it raised, or has no result
   for (const int memory : log.calls[number].writing)
     if (log.memories[memory].writer == number) log.written(memory);

@@ -14,40 +14,73 @@
 
 namespace leannorm::recording {
 
-// What a call is made under: below autograd, without autocast and modes, unseen by the log.
+// What a call is made under: below autograd, without autocast and modes, unseen by the log. Of fake tensors modes are all there is.
 class Below {
  public:
-  Below() = default;
+  Below() : Below(nullptr) {}
+  explicit Below(const std::shared_ptr<py::object>& fake) {
+    if (!fake) real_.emplace();
+    else sets_ = sets_mode_of_fakes(*fake);
+  }
+  ~Below() {
+    if (sets_) c10::impl::TorchDispatchModeTLS::unset_mode(c10::impl::TorchDispatchModeKey::FAKE);
+  }
   Below(const Below&) = delete;
 
  private:
   const Busy busy_;
   const at::AutoDispatchBelowADInplaceOrView below_;
-  const c10::impl::ExcludeDispatchKeyGuard without_{
-      c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  const c10::impl::ExcludeDispatchKeyGuard without_{c10::autocast_dispatch_keyset};
+  std::optional<PastModes> real_;
+  bool sets_ = false;
+};
+
+// Global flags as a call had them.
+class UnderFlags {
+ public:
+  UnderFlags(const Log& log, const Call& call) {
+    if (flags_now() == log.flags_of(call)) return;
+    const py::gil_scoped_acquire gil;
+    set_ = (call.flags == 0 ? log.first->flags : *log.others_flags[call.flags - 1].object).attr("set")();
+    set_.attr("__enter__")();
+  }
+  UnderFlags(const UnderFlags&) = delete;
+  ~UnderFlags() {
+    if (!set_) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      set_.attr("__exit__")(py::none(), py::none(), py::none());
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("leannorm.lean()");
+    }
+    set_ = {};
+  }
+
+ private:
+  py::object set_;
 };
 
 // A copy of all of the storage, so that views keep their places.
 inline Tensor copy_of(const Tensor& t, const Geometry& as) {
-  if (t.device().is_cpu()) {
+  if (is_on_host(t)) {
     auto* const allocator = c10::GetAllocator(c10::DeviceType::CPU);
     const size_t size = t.storage().nbytes();
     c10::Storage storage(c10::Storage::use_byte_size_t(), size, allocator, /*resizable=*/true);
     if (size > 0) std::memcpy(storage.mutable_data(), t.storage().data(), size);
     return over(std::move(storage), as);
   }
-  const Below below;
-  const int64_t size = static_cast<int64_t>(t.storage().nbytes());
-  const Tensor all = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(t.device())).set_(t.storage(), 0, {size}, {1});
-  return over(all.clone().storage(), as);
+  const Below below(as.fake);
+  Geometry bytes = as;
+  bytes.sizes = {static_cast<int64_t>(t.storage().nbytes())}, bytes.strides = {1}, bytes.offset = 0, bytes.dtype = at::kByte;
+  return over(over(t.storage(), bytes).clone().storage(), as);
 }
 
 inline Tensor shown(const Tensor& t, const Geometry& as) {
   TORCH_CHECK(as.extent() <= static_cast<int64_t>(t.storage().nbytes()),
               "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the forward pass");
   if (as.is_of(t)) return t;
-  if (as.dtype != t.scalar_type()) return over(t.storage(), as);
-  const at::AutoDispatchBelowADInplaceOrView below;
+  if (as.dtype != t.scalar_type() || as.is_on_host() || as.fake) return over(t.storage(), as);
+  const Below below;
   return t.as_strided(as.sizes, as.strides, as.offset);
 }
 
@@ -98,8 +131,8 @@ class Replay {
   // The value as it was made, or an alias of its memory.
   Tensor value(int v) {
     Value& x = log_.values[v];
-    if (x.held.defined() && !x.code && (x.copied || !x.elsewhere)) return checked(x, x.held);
-    if (x.rebuilt.defined()) return x.rebuilt;
+    if (x.held.defined() && !x.code && (x.copied || !x.elsewhere)) return share(x.held, x.made, x.on), checked(x, x.held);
+    if (x.rebuilt.defined()) return share(x.rebuilt, x.made, x.rebuilt_on), x.rebuilt;
     if (x.code) return read_back(x);
     if (scratch_)
       if (const auto known = scratch_->find(v); known != scratch_->end()) return known->second;
@@ -122,7 +155,7 @@ class Replay {
       const py::gil_scoped_acquire gil;
       t = py::cast<Tensor>(elsewhere->bring());
     }
-    const Below below;
+    const Below below(made.fake);
     const bool flat = !made.fills(log_.values[v].storage_bytes);
     const int64_t n = log_.values[v].storage_bytes / static_cast<int64_t>(c10::elementSize(made.dtype));
     TORCH_CHECK(t.scalar_type() == made.dtype && t.device() == made.device && (flat ? t.numel() == n : t.sizes() == c10::IntArrayRef(made.sizes)),
@@ -155,9 +188,12 @@ class Replay {
 
   // For all readers of this backward pass; of a trial, for one.
   Tensor read_back(Value& x) const {
-    const Below below;
+    const Below below(x.made.fake);
+    share(x.held, x.made, x.on);
     const Tensor t = decoded(*x.code, x.held, x.made, x.storage_bytes);
-    return scratch_ ? t : x.rebuilt = t;
+    if (scratch_) return t;
+    x.rebuilt_on = stream_of(x.made);
+    return x.rebuilt = t;
   }
 
   void run(int number) {
@@ -170,7 +206,8 @@ class Replay {
     for (const int out : results_read(log_.calls[number])) results[out] = value(result_of(log_, log_.calls[number], out));
     const Call& call = log_.calls[number];
     {
-      const Below below;
+      const UnderFlags flags(log_, call);
+      const Below below(call.outs.empty() ? nullptr : log_.values[call.outs[0]].made.fake);
       const at::AutoGradMode mode(call.grad_mode);
       if (call.by_result) make_by_results(call, read, results);
       else if (call.before >= 0) edit(call, read);
@@ -217,7 +254,7 @@ class Replay {
       t = laid.copy_(t);
     }
     if (scratch_) (*scratch_)[v] = std::move(t);
-    else x.rebuilt = std::move(t);
+    else x.rebuilt = std::move(t), x.rebuilt_on = stream_of(x.made);
   }
 
   void make(const Call& call, const std::vector<Tensor>& read) {

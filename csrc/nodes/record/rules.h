@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace leannorm::recording {
 
@@ -57,12 +58,19 @@ struct Rule {
   bool reshapes = false;    // in place, and only how the tensor shows its memory
   bool ours = false;        // of leannorm, whose autograd functions call it below autograd
   bool sends = false;       // to other ranks, which do not repeat it
+  bool varies = false;      // on a device, where threads add in any order
+  int dropout = -1;         // the argument that is dropout's probability
   bool by_statistics = false;  // batch norm: by the scale and shift that its statistics give
 };
 
 inline std::unordered_map<std::string, Row>& table() {
   static auto* const rows = new std::unordered_map<std::string, Row>();
   return *rows;
+}
+
+inline std::unordered_set<std::string>& varying() {  // Python's list, without those in place
+  static auto* const names = new std::unordered_set<std::string>();
+  return *names;
 }
 
 inline std::optional<c10::OperatorHandle> operator_named(const std::string& name) {
@@ -86,7 +94,11 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   made->op = made->again = op;
   for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite()) made->writes.push_back(i);
+  for (const char* name : {"dropout_p", "dropout"})
+    if (const auto at = schema.argumentIndexWithName(name)) made->dropout = *at;
   made->sends = sends(made->name);
+  const bool in_place = !made->name.empty() && made->name.back() == '_';
+  made->varies = varying().count(in_place ? made->name.substr(0, made->name.size() - 1) : made->name) > 0;
   if (made->name.rfind("c10d::", 0) == 0 && made->name != "c10d::send") made->writes.push_back(0);
   if (made->name == "fsdp::split_with_sizes_copy") made->writes.clear();  // weights come back to where they were before
   bool shows = false, seeded = false, reshapes = false;  // a view of an argument; random numbers; as `Rule::reshapes`
@@ -94,7 +106,12 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded, reshapes |= tag == at::Tag::inplace_view;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) || shows) made->kind = Kind::kSkip;
   else made->kind = seeded || made->sends ? Kind::kOnce : Kind::kCheap;
-  if (const auto row = table().find(name.name); row != table().end()) {
+  const auto row = table().find(name.name);
+  const auto gated_by = [&] { return static_cast<size_t>(row->second.gate); };
+  const auto is_of_overload = [&] {  // not where another overload has other arguments
+    return row->second.gate < 0 || (gated_by() < schema.arguments().size() && schema.arguments()[gated_by()].type()->kind() == c10::TypeKind::BoolType);
+  };
+  if (row != table().end() && is_of_overload()) {
     const Row& of = row->second;
     made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills;
     made->writes.append(of.writes.begin(), of.writes.end());

@@ -1,6 +1,8 @@
 // How tensors show their memory, and what a few bytes of it tell.
 #pragma once
 
+#include "fakes.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/util/SmallVector.h>
@@ -13,22 +15,23 @@
 
 namespace leannorm::recording {
 
-using at::Tensor;
-
 // How a tensor shows its memory.
 struct Geometry {
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
   at::ScalarType dtype = at::kFloat;
   c10::Device device = at::kCPU;
+  std::shared_ptr<py::object> fake;  // of a fake tensor: its mode
 
   static Geometry of(const Tensor& t) {
     Geometry made;
     made.sizes.assign(t.sizes().begin(), t.sizes().end());
     made.strides.assign(t.strides().begin(), t.strides().end());
     made.offset = t.storage_offset(), made.dtype = t.scalar_type(), made.device = t.device();
+    if (is_fake(t)) made.fake = mode_of_fake(t);
     return made;
   }
+  bool is_on_host() const { return device.is_cpu() && !fake; }
   bool is_of(const Tensor& t) const {
     return t.storage_offset() == offset && t.scalar_type() == dtype && t.sizes() == c10::IntArrayRef(sizes) &&
            t.strides() == c10::IntArrayRef(strides);
@@ -58,9 +61,9 @@ struct Geometry {
 // `in_any_bits`: conjugate or negative views too, which are memory that may be written.
 inline bool plain(const Tensor& t, bool in_any_bits = false) {
   constexpr c10::DispatchKeySet bits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                                         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
+  constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
                                          c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor});
+  if (t.defined() && t.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})) && !is_fake(t)) return false;
   return t.defined() && t.layout() == at::kStrided && t.has_storage() && !t.key_set().has_any(wrapped) &&
          (in_any_bits || !t.key_set().has_any(bits)) && !t.is_inference() && !t.is_nested() &&
          !t.is_quantized() && !t.is_meta() && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
@@ -72,12 +75,6 @@ inline Tensor base_of(const Tensor& t) {
   return t;
 }
 
-// The same memory and version counter without a graph, which could lead back to the node that saves it.
-inline Tensor alias_of(const Tensor& t) {
-  auto* const impl = t.unsafeGetTensorImpl();
-  return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
-}
-
 inline thread_local bool busy = false;  // does this thread make calls itself, which are none of the log's?
 struct Busy {
   const bool before = std::exchange(busy, true);
@@ -86,17 +83,33 @@ struct Busy {
   ~Busy() { busy = before; }
 };
 
+// As the dispatcher would make it, in a tenth of its time.
+inline Tensor over_bare(c10::Storage storage, const Geometry& geometry, c10::DispatchKey key) {
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(geometry.dtype));
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
+  return made;
+}
 inline Tensor over(c10::Storage storage, const Geometry& geometry) {
-  if (geometry.device.is_cpu()) {  // as the dispatcher would, in a tenth of its time
-    Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-                                                           c10::scalarTypeToTypeMeta(geometry.dtype));
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
-    return made;
-  }
+  if (geometry.fake) return fake_of(*geometry.fake, over_bare(std::move(storage), geometry, c10::DispatchKey::Meta), geometry.device);
+  if (geometry.device.is_cpu()) return over_bare(std::move(storage), geometry, c10::DispatchKey::CPU);
+  if (geometry.device.is_cuda()) return over_bare(std::move(storage), geometry, c10::DispatchKey::CUDA);
   const Busy unseen;
   const at::AutoDispatchBelowADInplaceOrView below;
+  const PastModes real;
   Tensor made = at::empty({0}, at::TensorOptions().dtype(geometry.dtype).device(geometry.device));
   return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
+}
+
+// The same memory and version counter without a graph, which could lead back to the node that saves it. No mode sees it.
+inline Tensor alias_of(const Tensor& t) {
+  auto* const impl = t.unsafeGetTensorImpl();
+  if (is_fake(t)) {
+    Tensor made = over(t.storage(), Geometry::of(t));
+    made.unsafeGetTensorImpl()->set_version_counter(impl->version_counter());
+    return made;
+  }
+  const PastModes real;
+  return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
 
 // Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen.
@@ -106,7 +119,7 @@ struct Sample {
 
   static Sample of(const Tensor& t) {
     Sample made;
-    if (!t.device().is_cpu() || t.numel() == 0 || !t.is_non_overlapping_and_dense()) return made;
+    if (!is_on_host(t) || t.numel() == 0 || !t.is_non_overlapping_and_dense()) return made;
     const auto* const data = static_cast<const unsigned char*>(t.const_data_ptr());
     const int64_t n = static_cast<int64_t>(t.nbytes()), width = std::min<int64_t>(n, 8);
     if (data == nullptr) return made;

@@ -11,6 +11,7 @@ constexpr int64_t kFewestInRows = 1 << 18;  // elements
 inline bool may_be_in_rows(const Log& log, const Value& x) {
   if (x.call < 0 || x.made.numel() < kFewestInRows || log.calls[x.call].rule->name != "aten::_log_softmax") return false;
   const Call& call = log.calls[x.call];
+  if (call.flags != 0) return false;  // its rows would be made under others
   const int64_t dims = static_cast<int64_t>(x.made.sizes.size()), dim = call.args[1].toInt();
   return dims >= 2 && (dim == -1 || dim == dims - 1) && !call.args[2].toBool() && x.made.offset == 0 && x.made.extent() == x.storage_bytes &&
          x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) == x.storage_bytes;

@@ -12,19 +12,30 @@ namespace leannorm::recording {
 class Trust {
  public:
   bool is_enough(uint64_t kind) { return count(kind) >= kEnough; }
+  // Was it tried so often on values that tell nothing that it is tried now and then alone?
+  bool is_vain(uint64_t kind) {
+    const std::lock_guard lock(mutex_);
+    const auto known = looks_.find(kind);
+    return known != looks_.end() && known->second >= kLooks && ++known->second % kAgain != 0;
+  }
+  void looked(uint64_t kind) {
+    const std::lock_guard lock(mutex_);
+    if (looks_.size() > kMostKinds) looks_.clear();
+    ++looks_[kind];
+  }
   bool is_refused(uint64_t kind) { return count(kind) < 0; }
   void has(uint64_t kind) { change(kind, 1); }
   void refuse(uint64_t kind) { change(kind, -kMany); }
   void forget() {
     const std::lock_guard lock(mutex_);
-    counts_.clear();
+    counts_.clear(), looks_.clear();
   }
 
  private:
-  static constexpr int kEnough = 2, kMany = 1 << 20;
+  static constexpr int kEnough = 2, kMany = 1 << 20, kLooks = 4, kAgain = 256;
   static constexpr size_t kMostKinds = 1 << 16;
   std::mutex mutex_;  // operators run in several threads at once
-  std::unordered_map<uint64_t, int> counts_;
+  std::unordered_map<uint64_t, int> counts_, looks_;  // of a device, how often the host waited
 
   int count(uint64_t kind) {
     const std::lock_guard lock(mutex_);
@@ -46,7 +57,7 @@ inline uint64_t hash_of(const Log& log, const Call& call) {
   uint64_t h = call.rule->id;
   const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
   const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
-  mix(call.grad_mode), mix(log.flags);
+  mix(call.grad_mode), mix(log.flags_of(call));
   for (const IValue& v : call.args) {
     if (v.isInt()) mix(v.toInt());
     else if (v.isBool()) mix(v.toBool() + 2);

@@ -1,6 +1,8 @@
 // What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
 #pragma once
 
+#include "copies.h"
+#include "encode_unseen.h"
 #include "price.h"
 #include "replay.h"
 #include "trust.h"
@@ -39,6 +41,7 @@ class Walk {
     ++log.stamp;
   }
 
+  bool at_once = false;    // is nothing behind what it is made of asked?
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
   Why why = Why::kNone;
   Cause cause;  // the first that was found
@@ -52,7 +55,7 @@ class Walk {
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = made_again(v, depth) || takes(v);
+    const bool can = at_once && v != top_ ? takes(v) : made_again(v, depth) || takes(v);
     return log_.values[v].can = can;
   }
 
@@ -79,7 +82,7 @@ class Walk {
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be held
       return taken.push_back(v), true;
     }
-    const auto source = x.storage_bytes > may_hold_ ? source_of(v) : std::nullopt;
+    const auto source = x.storage_bytes > may_hold_ ? coding::source_of_cast(log_, x) : std::nullopt;
     const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
     if (bytes > may_hold_) return false;
     may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
@@ -95,14 +98,6 @@ class Walk {
       if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
     may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
     return taken.push_back(in), true;
-  }
-  // The dtype that a widening cast was made of.
-  std::optional<at::ScalarType> source_of(int v) const {
-    const Value& x = log_.values[v];
-    const Call& call = log_.calls[x.call];
-    if (call.rule->name != "aten::_to_copy" || call.reads.size() != 1) return {};
-    const at::ScalarType from = log_.geometry_of(call.reads[0]).dtype;
-    return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
   }
   // Are the results held from which the first one follows faster?
   bool by_result(const Call& call, int v) const {
@@ -126,8 +121,11 @@ class Walk {
     if (depth == 0) return says(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
     if (call.sends || call.rule->sends) return says(Why::kCollective, v);
-    if (!call.usable) return says(Why::kFlags, v);
+    if (!call.usable) return says(call.of_mode ? Why::kMode : Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
+    if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return says(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->varies && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return log_.meets(kTimedCalls), says(Why::kTimed, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;
     const bool product = call.rule->kind == Kind::kProduct, window = product && call.rule->formula == Formula::kNone;
@@ -172,10 +170,10 @@ inline bool encode(Log& log, int v) {
   if (!may_be_coded(x, x.held)) return false;
   const Sample sample = Sample::of(x.held);
   if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
-  const Below below;
+  const Below below(x.made.fake);
   std::optional<Coded> made;
   try {
-    made = coded(x.held);
+    made = x.made.is_on_host() ? coded(x.held) : coded_unseen(log, x);
   } catch (const std::exception&) {  // out of memory: it is kept as it is
   }
   if (!made) return false;
@@ -191,7 +189,7 @@ inline void wait_for(Log& log, int v) {
 
 // A copy of a concatenation's argument, out of its result.
 inline Tensor part_of(const Log& log, const Value& whole, int part) {
-  const Below below;
+  const Below below(whole.made.fake);
   const Call& call = log.calls[whole.call];
   const Geometry& made = log.values[part].made;
   const Tensor all = shown(whole.held, whole.made), copy = at::empty_strided(made.sizes, made.strides, all.options());
@@ -213,8 +211,10 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !x.parameter) && x.storage_bytes <= kCopied)
-      x.shown = x.held, x.held = copy_of(x.held, x.made), x.copied = true;
+    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied) {
+      x.shown = x.held;
+      copy_small(log, one);
+    }
     if (x.held.defined() || x.state == Value::kDropped) continue;
     if (std::find(taken.begin(), taken.end(), one) != taken.end()) {
       if (x.as == Value::kPart) {
@@ -225,7 +225,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
-      if (x.call < 0 && x.storage_bytes <= kCopied) x.held = copy_of(x.held, x.made), x.copied = true;
+      if (x.call < 0 && x.storage_bytes <= kCopied) copy_small(log, one);
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
       if (x.call < 0) continue;
       if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
@@ -238,6 +238,11 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
   }
 }
 
+// Nobody else can write what is held of it, or it is not needed to make others.
+inline void hide(Log& log, Value& x) {
+  if (std::exchange(x.exposed, false)) forget(*log.exposed, 1);
+}
+
 // One reader less.
 inline void release(Log& log, int v) {
   c10::SmallVector<int, 16> left{v};
@@ -245,6 +250,7 @@ inline void release(Log& log, int v) {
     const int one = left.pop_back_val();
     Value& x = log.values[one];
     --x.refs;
+    if (x.refs <= x.saves) hide(log, x);
     if (x.refs > 0) {
       x.left = std::min(x.left, x.refs);  // its reader may have had it
       continue;
@@ -257,10 +263,20 @@ inline void release(Log& log, int v) {
 
 // Of a device's tensor all are compared, for which the host waits: only trials ask.
 inline bool has_several_values(const Tensor& t) {
-  if (!t.defined() || t.numel() == 0 || t.device().is_cpu()) return t.defined() && Sample::of(t).tells;
+  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).tells;
   const Below below;
   const Tensor row = t.reshape({-1});
   return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
+}
+// Is one of its numbers normal, of some? Of zeros and denormal ones nearly all kernels make the same.
+inline bool has_normal_numbers(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) return true;
+  const double least = dtype == at::kDouble ? 0x1p-1022 : dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
+  constexpr int64_t kSome = 4096;
+  const Below below;
+  const Tensor flat = t.is_non_overlapping_and_dense() ? t.as_strided({t.numel()}, {1}) : t.reshape({-1});
+  return flat.slice(0, 0, flat.numel(), std::max<int64_t>(flat.numel() / kSome, 1)).abs().ge(least).any().item<bool>();
 }
 // Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
 inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
@@ -271,13 +287,15 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
     const Value& x = log.values[in];
     if (several || 2 * x.made.numel() < most) return;
     const auto made = scratch.find(in);
-    several = has_several_values(x.held.defined() || made == scratch.end() ? x.held : made->second);
+    const Tensor& t = x.held.defined() || made == scratch.end() ? x.held : made->second;
+    several = has_several_values(t) && has_normal_numbers(t);
   });
   return several;
 }
 
-// Calls of a kind that is not trusted are made once on the spot, and the bits are compared.
-inline bool has_its_bits(Log& log, int v) {
+// Calls of a kind that is not trusted are made once on the spot, and the bits are compared. On a device the host waits for that:
+// not while a graph is captured, nor for ever where values tell nothing.
+inline Why has_other_bits(Log& log, int v) {
   c10::SmallVector<int, 4> untried;  // calls
   c10::SmallVector<int, 16> left{v};
   ++log.stamp;
@@ -289,7 +307,11 @@ inline bool has_its_bits(Log& log, int v) {
     if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
-  if (untried.empty()) return true;
+  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // a fake tensor has what a real one's trial would find
+  if (is_on_device(log.values[v].made)) {
+    const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
+    if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
+  }
   const Tensor was = std::exchange(log.values[v].held, {});
   bool same = false, of_numbers = true;
   std::map<int, Tensor> scratch;
@@ -305,13 +327,15 @@ inline bool has_its_bits(Log& log, int v) {
     for (const int call : untried)
       if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
   }
+  if (is_on_device(log.values[v].made))
+    for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
   log.values[v].held = was;
   if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
     const int last = log.values[v].call;
     if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
     for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
   }
-  return same;
+  return same ? Why::kNone : Why::kOtherBits;
 }
 
 // A dropped value that is saved again, where it could not be made again: it is held from now on.
@@ -319,6 +343,13 @@ inline void hold_again(Log& log, int v, Tensor held) {
   Value& x = log.values[v];
   x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
   for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
+}
+
+// Of a log-softmax that a plan keeps, may the cast that it read take its place, in the dtype before it?
+inline bool may_be_narrow(const Log& log, const Value& x) {
+  if (x.state != Value::kHeld || x.call < 0 || log.calls[x.call].rule->name != "aten::_log_softmax" || log.calls[x.call].reads.size() != 1) return false;
+  const Value& in = log.values[log.calls[x.call].reads[0].value];
+  return in.state == Value::kFree && in.call >= 0 && log.calls[in.call].rule->name == "aten::_to_copy";
 }
 
 // A saved value that is held: may it be dropped?
@@ -332,11 +363,13 @@ inline void decide(Log& log, int v) {
   if (elements < log.policy.smallest) return;
   if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
   const Tensor was = std::exchange(x.held, {});
-  Walk walk(log, v, 0);
+  Walk walk(log, v, x.narrow ? log.values[v].storage_bytes * 3 / 4 : 0);
+  walk.at_once = x.narrow;
   bool can = walk.able(v);
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
+  if (log.values[v].narrow && !can) return void(log.values[v].held = was);
   if (!can) {  // by what nobody saves and is smaller, such as what was cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
     can = again.able(v), taken = std::move(again.taken);
@@ -345,9 +378,9 @@ inline void decide(Log& log, int v) {
   if (!can) return void((log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why, log.values[v].cause = cause));
   const Call& call = log.calls[log.values[v].call];
   for_inputs(log, call, [&](int in) { need(log, in, taken); });
-  if (!has_its_bits(log, v)) {
+  if (const Why other = has_other_bits(log, v); other != Why::kNone) {
     for_inputs(log, call, [&](int in) { release(log, in); });
-    return void(log.values[v].why = Why::kOtherBits);
+    return void(log.values[v].why = other);
   }
   Value& dropped = log.values[v];
   dropped.sample = Sample::of(shown(was, dropped.made));

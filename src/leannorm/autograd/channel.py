@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Maybe, Moments, Running, Valid, kept_of
+from leannorm.autograd import by_torch
 from leannorm.autograd.sync import Sharing, added_up, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import REFERENCE, Backend
+from leannorm.ops.backends import ATEN, REFERENCE, Backend
 from leannorm.ops.backends.compiled import like
 from leannorm.ops.backends.reference import over_channels
 from leannorm.ops.backends.shown import shown
@@ -304,6 +305,12 @@ def channel_norm(
         backend = shown(pick(*tensors, *buffers), groups, mask)
     else:
         backend, sharing = pick(*tensors, *buffers), repeatable(sharing)
+    if backend is ATEN and groups == 0 and sharing is None and mask is None and not traced():
+        if running is None:
+            if (of_batch := by_torch.batch_norm(x, *epilogue, eps)) is not None:
+                return of_batch
+        elif (y := by_torch.tracked_batch_norm(x, *epilogue, eps, running)) is not None:
+            return y, None
     size: Maybe
     if sharing is None and zero and (mask is None if in_transform else not recorded(*tensors)):
         y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
@@ -330,12 +337,22 @@ def channel_norm(
     return y, Moments(mean, m2, plan.outer * plan.inner)
 
 
-def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
-    """Evaluation that autograd does not record, by one verb; None if `channel_affine` must do it."""
-    tensors = (x, running.mean, running.var, *epilogue[:3])
-    if traced() or recorded(*tensors) or transformed(*tensors):
+def group_norm_by_torch(x: Tensor, epilogue: Epilogue, eps: float, groups: int) -> Maybe:
+    """The output of `channel_norm` by each sample's groups, by torch; None if a backend computes it."""
+    weight, bias, _, act = epilogue
+    if traced() or transformed(x, weight, bias) or pick(x, weight, bias) is not ATEN:
         return None
-    return pick(*tensors).channel_evaluate(x, running, eps, epilogue)
+    return by_torch.group_norm(x, weight, bias, act, eps, groups)
+
+
+def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
+    """Evaluation by torch, or that autograd does not record; None if `channel_affine` must do it."""
+    tensors = (x, running.mean, running.var, *epilogue[:3])
+    if traced() or transformed(*tensors):
+        return None
+    backend = pick(*tensors)
+    y = by_torch.evaluation(x, *epilogue, eps, running) if backend is ATEN else None
+    return y if y is not None or recorded(*tensors) else backend.channel_evaluate(x, running, eps, epilogue)
 
 
 def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None) -> Tensor:

@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import has_torch_function_variadic
 
 from leannorm._types import Epilogue, Maybe, Rows, Running
+from leannorm.autograd import by_torch
 from leannorm.autograd.channel import ChannelAffine, ChannelCall, ChannelNorm, apply_affine, apply_norm
 from leannorm.autograd.nodes import NODES
 from leannorm.autograd.rows import RowCall, RowNorm, apply_row_norm
@@ -40,11 +41,13 @@ from leannorm.ops.as_given import (
     AsGiven,
     RefusedError,
 )
+from leannorm.ops.backends import ATEN
+from leannorm.ops.backends.aten import Aten
 from leannorm.ops.backends.compiled import DTYPES, is_dense
 from leannorm.ops.backends.triton.tape import hand_over
 from leannorm.ops.modes import recording, traced
 from leannorm.ops.running import frozen
-from leannorm.ops.select import picks_cpu, picks_triton
+from leannorm.ops.select import picks_aten, picks_cpu, picks_triton
 
 # the numbering that C++ uses
 _LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
@@ -56,8 +59,8 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 
 
-def _serving(x: Tensor) -> AsGiven | None:
-    """The backend whose kernels compute an eager call on this tensor; None if it has no compiled ones.
+def _serving(x: Tensor) -> AsGiven | Aten | None:
+    """The backend whose kernels compute an eager call on this tensor as it is; None if there is none.
 
     Called first, because a compiler or a tracer must not see that sizes are read.
     """
@@ -65,6 +68,8 @@ def _serving(x: Tensor) -> AsGiven | None:
         return None
     if x.is_cpu and picks_cpu():
         return CPU_AS_GIVEN
+    if x.is_cpu and x.dtype in _DTYPES and picks_aten(x):
+        return ATEN
     return TRITON_AS_GIVEN if picks_triton(x) else None
 
 
@@ -106,6 +111,13 @@ def usual_call(
                 if v is not None and v.is_inference() and _recorded(x, weight, bias):
                     return False  # autograd cannot save it, so statistics must not move
     return True
+
+
+def _plain(*parameters: Maybe) -> bool:
+    """The same for torch's own operators, which check the rest (`by_torch.py`)."""
+    if forward_ad._current_level >= 0 or _transform() is not None or recording():
+        return False
+    return not has_torch_function_variadic(*parameters)
 
 
 def _recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -175,7 +187,7 @@ def batch_norm(
 
 
 def _by_own(
-    backend: AsGiven,
+    backend: AsGiven | Aten,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -190,6 +202,15 @@ def _by_own(
     one value each.
     """
     y: Maybe
+    if isinstance(backend, Aten):
+        if not _plain(weight, bias):
+            return None
+        if groups:
+            return by_torch.group_norm(x, weight, bias, act, eps, groups)
+        if running is not None:
+            return by_torch.tracked_batch_norm(x, weight, bias, None, act, eps, running)
+        made = by_torch.batch_norm(x, weight, bias, None, act, eps)
+        return None if made is None else made[0]
     if NODES is not None:
         by_triton = backend is TRITON_AS_GIVEN
         y = NODES.channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
@@ -208,11 +229,15 @@ def _by_own(
 
 
 def _by_constants(
-    backend: AsGiven, x: Tensor, weight: Maybe, bias: Maybe, eps: float, act: str, running: Running
+    backend: AsGiven | Aten, x: Tensor, weight: Maybe, bias: Maybe, eps: float, act: str, running: Running
 ) -> Maybe:
     """`ChannelAffine` by running statistics."""
     mean, var, *_ = running
     y: Maybe
+    if isinstance(backend, Aten):
+        if not _plain(weight, bias):
+            return None
+        return by_torch.evaluation(x, weight, bias, None, act, eps, running)
     if NODES is not None:
         y = NODES.evaluation(x, weight, bias, eps, act, mean, var, backend is TRITON_AS_GIVEN)
         if y is not None:
@@ -231,7 +256,13 @@ def _by_constants(
 
 
 def _by_all(
-    backend: AsGiven, x: Tensor, weight: Maybe, bias: Maybe, act: str, running: Running, sharing: Sharing
+    backend: AsGiven | Aten,
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    act: str,
+    running: Running,
+    sharing: Sharing,
 ) -> Maybe:
     """`ChannelNorm` of all ranks' inputs, on the CPU, for a call that no checkpoint repeats.
 
@@ -270,7 +301,13 @@ def row_norm(
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     y: Maybe
-    if NODES is not None:
+    if isinstance(backend, Aten) and not rms:
+        start = x.dim() - len(shape)
+        if start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
+            return None
+        made = by_torch.row_norm(x, None, weight, bias, Rows(start, x.dim(), eps, rms))
+        return None if made is None else made[0]
+    if NODES is not None and not isinstance(backend, Aten):
         y = NODES.row_norm(x, weight, bias, eps, shape, rms, backend is TRITON_AS_GIVEN)
         if y is not None:
             return y
@@ -286,7 +323,8 @@ def row_norm(
     rows = Rows(start, stop, eps, rms)
     try:
         if _recorded(x, weight, bias):
-            y = apply_row_norm(x, None, weight, bias, None, RowCall(backend, rows, None, bias is not None))
+            call = RowCall(backend, rows, None, bias is not None)
+            y = apply_row_norm(x, None, None, None, None, weight, bias, None, call)
             return y
         return backend.row_forward(x, None, weight, bias, rows)[0]
     except RefusedError:
@@ -318,9 +356,9 @@ def _backward_of_node(
     need_x, need_weight, need_bias = needed
     ctx = SimpleNamespace(call=_call(name, saved_call))
     if name == "RowNormBackward":
-        ctx.saved_tensors = x, mean, rstd, weight, None
-        ctx.needs_input_grad = need_x, False, need_weight, need_bias, False, False
-        dx, _, dweight, dbias, *_ = RowNorm.backward(ctx, dy)
+        ctx.saved_tensors = x, mean, rstd, weight, *(None,) * 5
+        ctx.needs_input_grad = need_x, *(False,) * 4, need_weight, need_bias, False, False
+        dx, *_, dweight, dbias, _, _ = RowNorm.backward(ctx, dy)
         return dx, dweight, dbias
     ctx.saved_tensors = x, mean, rstd, weight, bias, None, out, None, None
     ctx.needs_input_grad = need_x, need_weight, need_bias, False, False

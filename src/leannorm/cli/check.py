@@ -26,13 +26,13 @@ def check(
 ) -> None:
     """Check on this machine every equality that the layers promise, each against its error budget.
 
-    Also report which recipes of lean() work with this torch; the tensors of a recipe that does not are kept.
+    Also report which operators lean() repeats bit for bit with this torch; what others make is kept.
     With MODEL and --input: train a model in plain PyTorch and under lean(), and compare every bit.
     """
     from leannorm._errors import InputError
     from leannorm.report.check import CheckReport
     from leannorm.report.numerics import run_checks
-    from leannorm.report.recipes import recipe_states
+    from leannorm.report.operators import operator_states
 
     if model and named:
         raise InputError(f"name one model, got {model!r} and --model {named!r}; leave one out")
@@ -45,8 +45,8 @@ def check(
             checks.append(one)
             say(f"checked: {one.name}")
         if not model:
-            say("trying the recipes of lean()")
-        report = CheckReport(checks, [] if model else list(recipe_states()))
+            say("trying the operators that lean() repeats")
+        report = CheckReport(checks, [] if model else list(operator_states()))
     tell(report, json, passes=report)
 
 

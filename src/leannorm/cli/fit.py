@@ -36,6 +36,7 @@ def fit(
     from leannorm.cli.inputs import dtype_named, made, specs_of
     from leannorm.cli.models import model_named
     from leannorm.report.fit import fit as largest
+    from leannorm.report.settings import LEAN
 
     kind = dtype_named(dtype)
     sample = made(specs_of(input), kind, "meta")
@@ -44,7 +45,7 @@ def fit(
             lambda: model_named(model).to(kind),
             sample,
             memory,
-            recompute=["norm", "conv", *(f"peak {n}" for n in peak)],
+            recompute=[*LEAN, *(f"peak {n}" for n in peak)],
             budgets=budget,
             optimizer=optimizer,
             progress=say,

@@ -32,7 +32,7 @@ def profile(
     from leannorm.cli.models import model_named
     from leannorm.report.memory import check_device
     from leannorm.report.profile import profile as measure
-    from leannorm.report.settings import check_methods
+    from leannorm.report.settings import LEAN, check_methods
 
     check_device(device)
     others = [name.strip() for name in against.split(",") if name.strip()]
@@ -45,7 +45,7 @@ def profile(
         report = measure(
             network,
             inputs,
-            recompute=["norm", "conv", *(f"overhead {n:g}" for n in overhead), *(f"peak {n}" for n in peak)],
+            recompute=[*LEAN, *(f"overhead {n:g}" for n in overhead), *(f"peak {n}" for n in peak)],
             budgets=budget,
             against=others,
             compiled=compiled,

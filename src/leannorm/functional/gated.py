@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Gating
-from leannorm.autograd.modulated import gated_norm
+from leannorm.autograd.gated import gated_norm
 from leannorm.functional import stock
 from leannorm.functional.door import hand_over, public
 from leannorm.functional.layer import dtype_of_cast

@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Moments, Running, Valid
 from leannorm.autograd import fast
-from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.channel import channel_affine, channel_norm, group_norm_by_torch
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
 from leannorm.functional import stock
@@ -31,6 +31,7 @@ from leannorm.functional.valid import (
 )
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import exporting, rebuilding, sharded
+from leannorm.ops.select import pick
 
 
 @public(F.group_norm)
@@ -136,6 +137,8 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, 
     if sharded(input, epilogue.weight, epilogue.bias):
         return _groups_of_shards(input, num_groups, epilogue, eps, masking)
     valid = valid_positions(input, *masking)
+    if valid is None and (y := group_norm_by_torch(input, epilogue, eps, num_groups)) is not None:
+        return y
     return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
 
 
@@ -277,7 +280,13 @@ def _instances(
             raise cut.refuse(rule, positions)
     if valid is not None and others is None:
         _checks.more_than_one_valid(input, valid.total)
-    y, moments = channel_norm(input, epilogue, eps, channels, valid=valid, sharing=sharing)
+    y = group_norm_by_torch(input, epilogue, eps, channels) if valid is None and sharing is None else None
+    if y is None:
+        y, moments = channel_norm(input, epilogue, eps, channels, valid=valid, sharing=sharing)
+    elif running.mean is None:
+        return y
+    else:
+        moments = pick(input).channel_moments(input.detach(), channels)
     if running.mean is not None and moments is not None and whole.numel():
         others = None if rebuilding() else others
         update_running_statistics(running, _average(moments, input, valid, others, masked))

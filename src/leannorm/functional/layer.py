@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +11,14 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Maybe, Rows
+from leannorm._types import Maybe, Rows, RowTensors
 from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import jagged, stock
 from leannorm.functional.declare import Arguments
 from leannorm.functional.door import hand_over, public
 from leannorm.functional.jagged import NestedTensor
-from leannorm.functional.shards import by_row
+from leannorm.functional.shards import by_row, modulation
 from leannorm.functional.valid import Lengths, valid_positions
 from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.plan import row_statistics_shape
@@ -33,43 +34,48 @@ def dtype_of_cast(arguments: Arguments) -> torch.dtype:
     return torch.promote_types(x.dtype, weight.dtype)
 
 
-def _row_norm(
-    tensors: stock.RowTensors,
+def checked_row_norm(
+    tensors: RowTensors,
     normalized_shape: Sequence[int],
     form: stock.RowForm,
-    mask: Tensor | None,
-    lengths: Lengths | None,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """y and x + gate * residual (else x), of any row norm; every rule on its arguments is checked first."""
     if exporting():
         return stock.row_norm(tensors, normalized_shape, form, mask, lengths)
-    input, residual, weight, bias = tensors
+    input, residual, gate, scale, shift, weight, bias = tensors
     eps, dim, rms, weight_offset, cast_before = form
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
     _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
-    _checks.like_input("residual", residual, input)
+    if scale is not None:
+        _checks.modulations(input, start, scale=scale, shift=shift, gate=gate)
+        _checks.same_modulation(scale, shift)
+        weight_offset = 1.0 if weight is None and bias is None else 0.0
+    _checks.like_input("residual" if scale is None else "branch", residual, input)
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
     rows = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
     if sharded(*tensors):
         return _of_shards(tensors, rows, mask, lengths)
-    valid = _valid_rows(input, mask, lengths, start, stop)
-    return row_norm(input, residual, weight, bias, rows, valid)
+    return row_norm(tensors, rows, _valid_rows(input, mask, lengths, start, stop))
 
 
 def _of_shards(
-    tensors: tuple[Tensor | None, ...], rows: Rows, mask: Tensor | None, lengths: Lengths | None
+    tensors: RowTensors, rows: Rows, mask: Tensor | None, lengths: Lengths | None
 ) -> tuple[Tensor, Tensor]:
-    assert tensors[0] is not None
-    elements, normalized = range(tensors[0].dim()), (rows.start, rows.stop)
+    x, _, *of_scale, _, _ = tensors
+    elements, normalized = range(x.dim()), (rows.start, rows.stop)
     if lengths is not None:
-        _checks.lengths_of_rows(tensors[0], *normalized)
+        _checks.lengths_of_rows(x, *normalized)
 
-    def run(x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, mask: Maybe) -> tuple[Tensor, Tensor]:
-        return row_norm(x, residual, weight, bias, rows, _valid_rows(x, mask, None, *normalized))
+    def run(*parts: Any) -> tuple[Tensor, Tensor]:
+        local = RowTensors(*parts[:-1])
+        return row_norm(local, rows, _valid_rows(local.x, parts[-1], None, *normalized))
 
-    axes = elements, elements, range(*normalized), range(*normalized)
+    axes = elements, elements, *(modulation(v, x, rows.start) for v in of_scale), *(range(*normalized),) * 2
     made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, normalized, (mask, lengths, "zero"))
     return made
 
@@ -129,7 +135,8 @@ def layer_norm(
         if y is not None:
             return y
     form = stock.RowForm(eps, dim)
-    return _row_norm((input, None, weight, bias), normalized_shape, form, mask, lengths)[0]
+    tensors = RowTensors(input, None, None, None, None, weight, bias)
+    return checked_row_norm(tensors, normalized_shape, form, mask, lengths)[0]
 
 
 @public(F.rms_norm, jagged.rows, dtype=dtype_of_cast)
@@ -177,7 +184,8 @@ def rms_norm(
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
     form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
-    return _row_norm((input, None, weight, None), normalized_shape, form, mask, lengths)[0]
+    tensors = RowTensors(input, None, None, None, None, weight)
+    return checked_row_norm(tensors, normalized_shape, form, mask, lengths)[0]
 
 
 @public(packed=jagged.rows)
@@ -212,11 +220,11 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    tensors = (input, residual, weight, bias)
+    tensors = RowTensors(input, residual, None, None, None, weight, bias)
     if has_torch_function_variadic(*tensors, mask, lengths) or type(input) is NestedTensor:
         values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
         return hand_over(add_layer_norm, values)
-    return _row_norm(tensors, normalized_shape, stock.RowForm(eps, dim), mask, lengths)
+    return checked_row_norm(tensors, normalized_shape, stock.RowForm(eps, dim), mask, lengths)
 
 
 @public(packed=jagged.rows, dtype=dtype_of_cast)
@@ -261,4 +269,5 @@ def add_rms_norm(
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
     form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
-    return _row_norm((input, residual, weight, None), normalized_shape, form, mask, lengths)
+    tensors = RowTensors(input, residual, None, None, None, weight)
+    return checked_row_norm(tensors, normalized_shape, form, mask, lengths)

@@ -4,50 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from leannorm import _checks
-from leannorm._types import Modulation, Rows
-from leannorm.autograd.modulated import ada_norm
-from leannorm.functional import stock
+from leannorm._types import RowTensors
 from leannorm.functional.door import hand_over, public
-from leannorm.functional.shards import by_row, modulation
-from leannorm.ops.modes import exporting, sharded
-from leannorm.ops.precision import compute_dtype
-
-
-def _ada_norm(
-    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    normalized_shape: Sequence[int],
-    eps: float | None,
-    rms: bool,
-) -> tuple[Tensor, Tensor]:
-    input, branch, gate, scale, shift, weight, bias = tensors
-    if eps is None:
-        eps = torch.finfo(compute_dtype(input)).eps
-    if exporting():
-        return stock.ada_norm(tensors, normalized_shape, eps, rms)
-    _checks.floating("input", input)
-    start, _ = _checks.normalized_axes(input, normalized_shape, None)
-    _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
-    _checks.modulations(input, start, scale=scale, shift=shift, gate=gate)
-    _checks.same_modulation(scale, shift)
-    _checks.like_input("branch", branch, input)
-    _checks.non_negative_eps(eps)
-    rows = Rows(start, input.dim(), eps, rms)
-    if not sharded(*tensors):
-        return ada_norm(input, Modulation(*tensors[1:]), rows)
-    elements, normalized = range(input.dim()), range(start, input.dim())
-    of_modulation = (modulation(v, input, start) for v in (gate, scale, shift))
-    axes = elements, elements, *of_modulation, normalized, normalized
-
-    def run(x: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-        return ada_norm(x, Modulation._make(others[:-1]), rows)
-
-    made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, (start, input.dim()))
-    return made
+from leannorm.functional.layer import checked_row_norm
+from leannorm.functional.stock import RowForm
 
 
 @public()
@@ -85,7 +48,8 @@ def ada_layer_norm(
     if has_torch_function_variadic(input, scale, shift, weight, bias):
         values = input, normalized_shape, scale, shift, eps, weight, bias
         return hand_over(ada_layer_norm, values)
-    return _ada_norm((input, None, None, scale, shift, weight, bias), normalized_shape, eps, rms=False)[0]
+    tensors = RowTensors(input, None, None, scale, shift, weight, bias)
+    return checked_row_norm(tensors, normalized_shape, RowForm(eps))[0]
 
 
 @public()
@@ -117,7 +81,8 @@ def ada_rms_norm(
     if has_torch_function_variadic(input, scale, shift, weight):
         values = input, normalized_shape, scale, eps, weight, shift
         return hand_over(ada_rms_norm, values)
-    return _ada_norm((input, None, None, scale, shift, weight, None), normalized_shape, eps, rms=True)[0]
+    tensors = RowTensors(input, None, None, scale, shift, weight)
+    return checked_row_norm(tensors, normalized_shape, RowForm(eps, rms=True))[0]
 
 
 @public()
@@ -156,7 +121,8 @@ def add_ada_layer_norm(
     if has_torch_function_variadic(input, branch, gate, scale, shift, weight, bias):
         values = input, branch, gate, normalized_shape, scale, shift, eps, weight, bias
         return hand_over(add_ada_layer_norm, values)
-    return _ada_norm((input, branch, gate, scale, shift, weight, bias), normalized_shape, eps, rms=False)
+    tensors = RowTensors(input, branch, gate, scale, shift, weight, bias)
+    return checked_row_norm(tensors, normalized_shape, RowForm(eps))
 
 
 @public()
@@ -191,4 +157,5 @@ def add_ada_rms_norm(
     if has_torch_function_variadic(input, branch, gate, scale, shift, weight):
         values = input, branch, gate, normalized_shape, scale, eps, weight, shift
         return hand_over(add_ada_rms_norm, values)
-    return _ada_norm((input, branch, gate, scale, shift, weight, None), normalized_shape, eps, rms=True)
+    tensors = RowTensors(input, branch, gate, scale, shift, weight)
+    return checked_row_norm(tensors, normalized_shape, RowForm(eps, rms=True))

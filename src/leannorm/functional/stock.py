@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, RowTensors, Running
 from leannorm.functional.valid import Lengths, Masking, exported_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.backends.reference_modulated import spread
-from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
+from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight, spread
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import traced
 from leannorm.ops.precision import compute_dtype
@@ -97,15 +96,11 @@ def instance_norm(
     return _finished(y, x, residual, act)
 
 
-# the input, the residual, the weight, the bias
-RowTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
 class RowForm(NamedTuple):
     """The arguments of a row norm, as in `leannorm.functional.rms_norm`; not `rms`: a layer norm."""
 
     eps: float | None
-    dim: int | None
+    dim: int | None = None
     rms: bool = False
     weight_offset: float = 0.0
     cast_before: bool = False
@@ -119,15 +114,17 @@ def row_norm(
     lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and input + residual; a single axis that is not the last is moved there and back."""
-    input, residual, weight, bias = tensors
+    if tensors.scale is not None:
+        return _with_scale(tensors, normalized_shape, form)
+    input, residual, *_, weight, bias = tensors
     eps, dim, rms, weight_offset, cast_before = form
     x = input if residual is None else (input + residual).to(input.dtype)
     shape, last = tuple(normalized_shape), x.dim() - 1
     if mask is not None or lengths is not None:
         start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
         padding = ~exported_positions(x, mask, lengths, (start, start + len(shape)))
-        tensors = x.masked_fill(padding, 0), None, weight, bias
-        y, x = row_norm(tensors, normalized_shape, form)
+        valid = RowTensors(x.masked_fill(padding, 0), weight=weight, bias=bias)
+        y, x = row_norm(valid, normalized_shape, form)
         return y.masked_fill(padding, 0), x if residual is not None else input
     axis = last if dim is None else dim % x.dim()
     moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)
@@ -152,17 +149,20 @@ def row_norm(
     return y, x
 
 
-def ada_norm(
-    tensors: tuple[Any, ...], normalized_shape: Sequence[int], eps: float, rms: bool
-) -> tuple[Tensor, Tensor]:
+def _with_scale(tensors: RowTensors, normalized_shape: Sequence[int], form: RowForm) -> tuple[Tensor, Tensor]:
     """y and the sum: one of torch's norms, then a product and a sum."""
-    input, branch, gate, scale, shift, weight, bias = tensors
-    start, x, dtype = input.dim() - len(tuple(normalized_shape)), input, compute_dtype(input)
-    if branch is not None:
-        x = REFERENCE.add_gated(x, branch, gate, start)
-    wide, shape = x.to(dtype), tuple(normalized_shape)
+    x, residual, gate, scale, shift, weight, bias = tensors
+    assert scale is not None
+    shape, dtype, eps = tuple(normalized_shape), compute_dtype(x), form.eps
+    start = x.dim() - len(shape)
+    x = x if residual is None else REFERENCE.add_residual(x, residual, gate, start)
+    wide = x.to(dtype)
     weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
-    y = _rms_norm(wide, shape, weight, eps) if rms else F.layer_norm(wide, shape, weight, bias, eps)
+    if form.rms:
+        y = _rms_norm(wide, shape, weight, torch.finfo(dtype).eps if eps is None else eps)
+    else:
+        assert eps is not None
+        y = F.layer_norm(wide, shape, weight, bias, eps)
     y = y * (1 + spread(scale, x, start).to(dtype))
     y = y if shift is None else y + spread(shift, x, start).to(dtype)
     return _finished(y, x), x

@@ -55,7 +55,7 @@ def layer_sync(process_group: dist.ProcessGroup | str | None = None) -> Any:
 
 
 def lean_callback(
-    recompute: Literal["norm", "conv"] = "norm",
+    recompute: Literal["norm", "conv"] | None = None,
     *,
     budget: float | None = None,
     overhead: float | None = None,

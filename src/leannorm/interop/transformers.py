@@ -20,7 +20,7 @@ def __dir__() -> list[str]:
 
 
 def lean_callback(
-    recompute: Literal["norm", "conv"] = "norm",
+    recompute: Literal["norm", "conv"] | None = None,
     *,
     budget: float | None = None,
     overhead: float | None = None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Running
 from leannorm.ops.backends import CPU, TRITON, Backend
-from leannorm.ops.backends.compiled_modulated import CompiledModulated
+from leannorm.ops.backends.compiled_gated import CompiledGated
 from leannorm.ops.backends.triton import INTERPRETED, imported_by_call, repeated
 from leannorm.ops.schema import OPS
 
@@ -21,7 +21,7 @@ class RefusedError(Exception):
     """The kernel has rejected its arguments, or knows no such call, and has written nothing."""
 
 
-class AsGiven(CompiledModulated):
+class AsGiven(CompiledGated):
     """The kernels of `whole`, which get tensors as they are: only dy is brought into another layout first.
 
     Verbs are operators, without a residual and a mask. Those of a forward pass raise `RefusedError`.

@@ -11,15 +11,23 @@ if that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is t
 given if the derivative is computed from it. With `constant` no gradient goes through the statistics, as in
 evaluation. Results that were not requested are None: `count` without a mask, `dz` (the residual's gradient);
 `total` (input plus residual) is empty without a residual. `dweight` and `dbias` have the dtypes of
-`gradient_dtype` and `row_gradient_dtype`; for row norms they are empty if not requested, and `dbias` of RMS
-norm always is. `valid` of a row norm is bool, contiguous, with an entry for each row in the order of the
-statistics: rows that are False are not read, and get zeros. Callers pass tensors that are contiguous or
+`gradient_dtype` and `row_gradient_dtype`; for row norms they are empty if not requested. `valid` of a row
+norm is bool, contiguous, with an entry for each row in the order of the statistics: rows that are False are
+not read, and get zeros.
+
+The weight and the bias of a row norm are one row, or lines (groups, row), each for as many consecutive rows,
+of the compute dtype; so is `gate`, a factor of the residual. A line per row may have the dtype of x. The
+gradient of lines is lines of their dtype; of one line per row `dbias` would be dy, and is empty. Rows of a
+call with lines or a gate are contiguous. `residual` of a backward pass is given if `dgate` is requested.
+
+Callers pass tensors that are contiguous or
 channels_last, all of one layout, except to `ANY_LAYOUT`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -53,28 +61,18 @@ _SCHEMAS = (
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
     " -> (Tensor dweight, Tensor dbias, Tensor dz)",
     "row_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int start, int stop, float eps,"
-    " bool rms, float weight_offset=0.0, bool cast_before=False, Tensor? valid=None)"
+    " bool rms, float weight_offset=0.0, bool cast_before=False, Tensor? valid=None, Tensor? gate=None)"
     " -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
     "row_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start,"
-    " int stop, bool rms, bool want_affine, float weight_offset=0.0, Tensor? valid=None)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
-)
-
-# of (rows, kept): a factor, an addend and a gate of the sum are (groups, kept), of the compute dtype, a line
-# for rows / groups consecutive rows; sums over a group's rows are too. A line per row may have the dtype of
-# x, and then their sums do
-_MODULATED = (
-    "row_ada_forward(Tensor x, Tensor? branch, Tensor? gate, Tensor factor, Tensor addend, float one,"
-    " float eps, bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
-    "row_ada_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor factor,"
-    " float one, bool rms, bool want_sums) -> (Tensor dx, Tensor sum_dy_xhat, Tensor sum_dy)",
-    "row_gate_backward(Tensor dtotal, Tensor? branch, Tensor gate) -> (Tensor dbranch, Tensor dgate)",
+    " int stop, bool rms, bool want_affine, bool want_bias, float weight_offset=0.0, Tensor? valid=None,"
+    " Tensor? gate=None, Tensor? residual=None)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual, Tensor dgate)",
+    # of (rows, kept), each row contiguous
     "row_gated_forward(Tensor x, Tensor gate, Tensor weight, float eps, str act, bool norm_before_gate,"
     " bool cast_before) -> (Tensor y, Tensor rstd)",
     "row_gated_backward(Tensor dy, Tensor x, Tensor gate, Tensor rstd, Tensor weight, str act,"
     " bool norm_before_gate, bool want_affine) -> (Tensor dx, Tensor dgate, Tensor dweight)",
 )
-MODULATED = tuple(LIBRARY.define(_schema) for _schema in _MODULATED)
 
 # these take any layout, so that a compiler may choose it
 ANY_LAYOUT = ("channel_moments",)
@@ -95,11 +93,9 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
-SCHEMAS = _SCHEMAS + _MODULATED + _BETWEEN
+SCHEMAS = _SCHEMAS + _BETWEEN
 # the operators by name; looking up the overload at every call would cost time
-OPS = SimpleNamespace(
-    **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *MODULATED, *BETWEEN)}
-)
+OPS = SimpleNamespace(**{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)})
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -181,39 +177,24 @@ def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, T
 
 
 @_fake("row_backward")
-def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, start, stop, rms, want_affine = rest[2:7]
+def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    weight, start, stop, _, want_affine, want_bias = rest[2:8]
+    gate, residual = (*rest[10:], None, None)[:2]
+    shape, dtype, own = x.shape[start:stop], row_gradient_dtype(x, weight), False
+    if weight is not None and weight.numel() != prod(shape):  # lines
+        shape, dtype, own = weight.shape, weight.dtype, weight.numel() == x.numel()
 
     def affine(wanted: bool) -> Tensor:
-        return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=row_gradient_dtype(x, weight))
+        return x.new_empty(shape if wanted else 0, dtype=dtype)
 
-    return torch.empty_like(x), affine(want_affine), affine(want_affine and not rms)
+    dresidual = None if gate is None else torch.empty_like(x)
+    dgate = None if gate is None or residual is None else gate.new_empty(gate.shape)
+    affines = affine(want_affine), affine(want_affine and want_bias and not own)
+    return torch.empty_like(x), *affines, dresidual, dgate
 
 
 def _lines(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty(shape, dtype=dtype or compute_dtype(x))
-
-
-@_fake("row_ada_forward")
-def _(x: Tensor, branch: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    total = _none(x) if branch is None else torch.empty_like(x)
-    return torch.empty_like(x), total, _lines(x, x.shape[0]), _lines(x, x.shape[0])
-
-
-@_fake("row_ada_backward")
-def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, factor, _, _, want_sums = rest
-    groups = factor.shape[0] if want_sums else 0
-    # the sum over one row is dy, and is not returned
-    counts = groups, 0 if groups == x.shape[0] else groups
-    of_xhat, plain = (_lines(x, n, x.shape[1], dtype=factor.dtype) for n in counts)
-    return torch.empty_like(x), of_xhat, plain
-
-
-@_fake("row_gate_backward")
-def _(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tuple[Tensor, Tensor]:
-    shape = 0 if branch is None else gate.shape[0], dtotal.shape[1]
-    return torch.empty_like(dtotal), _lines(dtotal, *shape, dtype=gate.dtype)
 
 
 @_fake("row_gated_forward")

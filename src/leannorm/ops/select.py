@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,17 @@ def picks_cpu() -> bool:
     return _cpu_serves and (_chosen == AUTO or _chosen == CPU.name)
 
 
+def picks_aten(x: Tensor) -> bool:
+    """Whether `pick` would choose torch's kernels for CPU tensors like this one of a dtype that they take."""
+    if _chosen != AUTO:
+        return _chosen == ATEN.name
+    if picks_cpu():
+        return False
+    if not _warned:
+        _warn_of_missing_kernels((x,))
+    return True
+
+
 def picks_triton(x: Tensor) -> bool:
     """Whether `pick` would choose Triton's kernels for tensors like this one."""
     if x.layout is not torch.strided:
@@ -107,10 +119,12 @@ def _warn_of_missing_kernels(tensors: tuple[Tensor | None, ...]) -> None:
     global _warned
     if any(t is not None and t.numel() >= _LARGE for t in tensors):
         _warned = True
+        how = "To build its own, with a C++ compiler, run `pip install --no-build-isolation .` in its source"
+        if sys.platform == "win32":
+            how = "There are none for Windows"
         warnings.warn(
             f"leannorm normalizes on the CPU with torch's kernels, which take longer than its own: "
-            f"{'; '.join(CPU.why_not())}. To build its own, with a C++ compiler, run "
-            "`pip install --no-build-isolation .` in leannorm's source",
+            f"{'; '.join(CPU.why_not())}. {how}",
             stacklevel=2,
         )
 

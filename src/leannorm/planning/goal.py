@@ -15,12 +15,13 @@ _LEAST_PEAK = 2**20  # bytes: a smaller number is one of gigabytes, or a share, 
 
 
 class Goal(NamedTuple):
-    """One of these is given, or `worth` with `overhead`: then no more than `overhead` is spent.
+    """One of these is given; or `worth` with `overhead`, then no more than `overhead` is spent; or `budget`
+    with `overhead`, then the budget is met where that takes no more, and `free` is spent beyond it.
 
     `worth`: what freeing all of stock's bytes would be worth, in shares of the step's seconds; each byte is
     freed that costs less. `budget`: a share of stock's bytes. `overhead`: a share of the step's seconds.
-    `peak`: a share of stock's peak (a float up to 1), or bytes (an integer). `limit`: bytes that the process
-    may have, or "device".
+    `free`: a share of the step's seconds, too, that is as nothing. `peak`: a share of stock's peak (a float
+    up to 1), or bytes (an integer). `limit`: bytes that the process may have, or "device".
     """
 
     worth: float | None = None
@@ -28,21 +29,28 @@ class Goal(NamedTuple):
     overhead: float | None = None
     peak: float | int | None = None
     limit: int | str | None = None
+    free: float | None = None
+
+    @property
+    def promises_time(self) -> bool:
+        """Is it the time that was asked for, and not the most that bytes may take?"""
+        return self.overhead is not None and self.budget is None
 
 
+HALF = Goal(budget=0.5, overhead=0.1, free=0.01)
 NORM = Goal(worth=0.3, overhead=0.03)
 CONV = Goal(worth=0.6, overhead=0.12)
 
 
 def goal(
-    recompute: str,
+    recompute: str | None,
     budget: float | None,
     overhead: float | None,
     peak: float | int | str | None,
     limit: int | str | None = None,
 ) -> Goal:
     """The goal that these arguments of `lean()` and `compile_options()` mean. Raises InputError."""
-    if recompute not in ("norm", "conv"):
+    if recompute not in (None, "norm", "conv"):
         meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
         raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
     asked = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
@@ -50,7 +58,7 @@ def goal(
     if len(named) > 1:
         goals = "budget, overhead and peak" if limit is None else "budget, overhead, peak and limit"
         raise InputError(f"one of {goals}; got {' and '.join(named)}")
-    if named and recompute != "norm":
+    if named and recompute not in (None, "norm"):
         raise InputError(
             f"{named[0]} chooses itself what to rebuild, in place of recompute; got {recompute!r} too: leave"
             " one of them out"
@@ -70,7 +78,7 @@ def goal(
             None if peak is None else _peak(peak),
             None if limit is None else _limit(limit),
         )
-    return NORM if recompute == "norm" else CONV
+    return HALF if recompute is None else NORM if recompute == "norm" else CONV
 
 
 def _peak(peak: float | int | str) -> float | int:

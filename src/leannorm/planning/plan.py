@@ -47,17 +47,31 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
         line = lines.by_peak
         point = next((p for p in line if p.peak <= most), line[-1])
         return Plan(point, stock, seconds, line[-1].peak, point.peak <= most)
-    line = lines.by_held if goal.worth is not None or not beyond else [*lines.by_held, *lines.beyond]
+    stays = goal.worth is not None or goal.free is not None or not beyond
+    line = lines.by_held if stays else [*lines.by_held, *lines.beyond]
     leanest = min(line, key=lambda p: (p.held, p.seconds))
     if goal.budget is not None:
         most = goal.budget * stock.held
-        point = next((p for p in line if p.held <= most), leanest)
+        if goal.overhead is None:
+            point = next((p for p in line if p.held <= most), leanest)
+        else:
+            point = _within(lines, goal, most)
         return Plan(point, stock, seconds, leanest.held, point.held <= most)
     if goal.overhead is not None:
         most = stock.seconds + goal.overhead * seconds
         line = [p for p in _freeing(line) if p is stock or p.seconds <= most]
     rate = goal.worth * seconds / max(stock.held, 1) if goal.worth is not None else float("inf")
     return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, leanest.held, True)
+
+
+def _within(lines: Lines, goal: Goal, most: float) -> Outcome:
+    """The first point of few enough bytes, or the last one behind it that takes hardly more; in any case one
+    within the time."""
+    line, seconds = lines.by_held, lines.step.seconds
+    reached = next((p.seconds for p in line if p.held <= most), float("inf"))
+    latest = lines.stock.seconds + (goal.overhead or 0.0) * seconds
+    latest = min(latest, reached + (goal.free or 0.0) * seconds)
+    return min((p for p in line if p is lines.stock or p.seconds <= latest), key=lambda p: p.held)
 
 
 def by_overhead(lines: Lines) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""Does this installation compute correct results? Every check and every recipe of `lean()`."""
+"""Does this installation compute correct results? Every check, and the operators that `lean()` repeats."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from leannorm._report import Line, Part, Report, Table, as_data, counted
 from leannorm.report.numerics import Check
-from leannorm.report.recipes import ALIVE, WRONG, RecipeState
+from leannorm.report.operators import REPEATED, WRONG, OperatorState
 
 
 @dataclass(repr=False)
 class CheckReport(Report):
-    """Checks against their budgets, and the state of each recipe; true if nothing fails.
+    """Checks against their budgets, and the state of each operator; true if nothing fails.
 
     >>> report = CheckReport([Check("a sum", 0.0, 1.0, "float64")])
     >>> bool(report), report
@@ -21,12 +21,12 @@ class CheckReport(Report):
     """
 
     checks: list[Check]
-    recipes: list[RecipeState] = field(default_factory=list)
+    operators: list[OperatorState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.recipes:
-            wrong = [one.kind for one in self.recipes if one.state == WRONG]
-            name = "lean(), gradients by recipe"
+        if self.operators:
+            wrong = [one.name for one in self.operators if one.state == WRONG]
+            name = "lean(), gradients by operator"
             self.checks.append(Check(name, len(wrong), 0.0, "stock", ", ".join(wrong)))
 
     def __bool__(self) -> bool:
@@ -38,16 +38,16 @@ class CheckReport(Report):
     def summary(self) -> str:
         if short := self._short():
             return f"failed: {len(short)} of {len(self.checks)} checks fell short: {', '.join(short)}"
-        return f"passed: {counted(len(self.checks), 'check')} within budget{self._of_recipes()}"
+        return f"passed: {counted(len(self.checks), 'check')} within budget{self._of_operators()}"
 
-    def _of_recipes(self) -> str:
-        alive = sum(one.state == ALIVE for one in self.recipes)
-        return f", {alive} of {len(self.recipes)} recipes of lean() alive" if self.recipes else ""
+    def _of_operators(self) -> str:
+        repeated = sum(one.state == REPEATED for one in self.operators)
+        return f", lean() repeats {repeated} of {len(self.operators)} operators" if self.operators else ""
 
     def data(self) -> dict[str, Any]:
         checks = [{**as_data(one), "passed": one.passed} for one in self.checks]
-        recipes = {"recipes": as_data(self.recipes)} if self.recipes else {}
-        return {"passed": bool(self), "checks": checks, **recipes}
+        operators = {"operators": as_data(self.operators)} if self.operators else {}
+        return {"passed": bool(self), "checks": checks, **operators}
 
     def parts(self) -> Iterator[Part]:
         rows = [
@@ -61,16 +61,16 @@ class CheckReport(Report):
             for one in self.checks
         ]
         yield Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
-        if self.recipes:
-            yield _table_of(self.recipes)
+        if self.operators:
+            yield _table_of(self.operators)
         yield from (Line(f"{one.name}: {one.detail}") for one in self.checks if one.detail)
         yield Line(self.summary(), "bold green" if self else "bold red")
 
 
-def _table_of(recipes: list[RecipeState]) -> Table:
-    """One row for all recipes that work, and one for each that does not, with the reason."""
-    named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
-    alive = [name for name, one in named if one.state == ALIVE]
-    rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]
-    rows += [[one.state, "1", f"{name}: {one.why}"] for name, one in named if one.state != ALIVE]
-    return Table(["", "recipes of lean()", "on this torch"], rows, numbers_from=3)
+def _table_of(operators: list[OperatorState]) -> Table:
+    """One row for all operators that are repeated, and one for each that is not, with the reason."""
+    named = [(one.name.removeprefix("aten::"), one) for one in operators]
+    repeated = [name for name, one in named if one.state == REPEATED]
+    rows = [[REPEATED, f"{len(repeated)} of {len(operators)}", ", ".join(repeated)]]
+    rows += [[one.state, "1", f"{name}: {one.why}"] for name, one in named if one.state != REPEATED]
+    return Table(["", "operators", "that lean() repeats with this torch"], rows, numbers_from=3)

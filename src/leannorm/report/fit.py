@@ -19,7 +19,7 @@ from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_o
 from leannorm._untouched import left_alone, random_state, untouched
 from leannorm.planning.goal import bytes_of
 from leannorm.report.fake import fake_step, fakes
-from leannorm.report.settings import Setting, code_of, settings_for
+from leannorm.report.settings import LEAN, Setting, code_of, settings_for
 from leannorm.saving.plans import none_known
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
@@ -31,7 +31,7 @@ _SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
 class Fit(NamedTuple):
     """A setting, the largest batch that fits (0: fewer than two samples), and the bytes that it takes.
 
-    `later`: under a budget or a peak, the bytes of passes that follow the plan, which the first pass makes.
+    `later`: where the first pass makes a plan, the bytes of passes that follow it.
     """
 
     name: str
@@ -151,7 +151,7 @@ def fit(
     sample: Sequence[int] | Any,
     memory: int | str,
     *,
-    recompute: Sequence[str] = ("norm", "conv"),
+    recompute: Sequence[str] = LEAN,
     budgets: Sequence[float] = (),
     optimizer: str = "adam",
     progress: Callable[[str], None] = lambda doing: None,
@@ -203,7 +203,7 @@ def fit(
             def needed(batch: int, setting: Setting = setting) -> tuple[int, ...]:
                 """By the first pass, and by the next, which follows a plan if the setting makes one."""
                 progress(f"{setting.name}, batch {batch}")
-                passes = 2 if " " in setting.name else 1
+                passes = 1 if setting.name in ("stock", "norm", "conv") else 2
                 with none_known(), untouched(network, left_alone), warnings.catch_warnings():
                     # the report prints how much
                     warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")

@@ -27,12 +27,11 @@ class LayerBytes(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """The rebuilt outputs of one kind of autograd node: their number, their bytes, the seconds to rebuild."""
+    """The rebuilt outputs of one operator: their number and their bytes."""
 
     node: str
     tensors: int
     nbytes: int
-    seconds: float
 
 
 class StockCount(saved_tensors_hooks):
@@ -97,9 +96,9 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
 
 
 def by_operation(records: Sequence[Record]) -> list[Operation]:
-    """The rebuilt tensors among a forward pass's records, by node, most bytes first."""
+    """The rebuilt tensors among a forward pass's records, by operator, most bytes first."""
     operations = [
-        Operation(node, len(group), sum(r.bytes for r in group), sum(r.seconds or 0.0 for r in group))
+        Operation(node, len(group), sum(r.bytes for r in group))
         for node, group in grouped((r.node, r) for r in records if r.rebuilt).items()
     ]
     return sorted(operations, key=lambda operation: -operation.nbytes)

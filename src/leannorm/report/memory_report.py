@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -147,27 +146,26 @@ def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes
 
 
 def operation_table(report: MemoryReport) -> Table:
-    """One row per setting and kind of operation: the rebuilt tensors, their bytes, the time to rebuild."""
+    """One row per setting and kind of operation: the rebuilt tensors and their bytes."""
     rows = [
-        [s.name, _in_words(op.node), str(op.tensors), bytes_in_words(op.nbytes), milliseconds(op.seconds)]
+        [s.name, _in_words(op.node), str(op.tensors), bytes_in_words(op.nbytes)]
         for s in report.settings
         for op in s.rebuilt
     ]
-    return Table(["setting", "made by", "tensors", "bytes", "time to rebuild"], rows, numbers_from=2)
+    return Table(["setting", "made by", "tensors", "bytes"], rows, numbers_from=2)
 
 
 _WORDS = {"t": "transpose", "clone": "copy", "mm": "matrix product", "addmm": "linear layer"}
 
 
 def _in_words(node: str) -> str:
-    """The operation that an autograd node is named after.
+    """An operator's name as words.
 
-    >>> _in_words("NativeBatchNormBackward0"), _in_words("CloneBackward0"), _in_words("AddmmBackward0")
+    >>> _in_words("aten::native_batch_norm"), _in_words("aten::clone"), _in_words("aten::addmm")
     ('batch norm', 'copy', 'linear layer')
     """
-    name = re.sub(r"Backward\d*$", "", node)
-    parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*|\d+D?|[a-z]+", name)]
-    words = " ".join(part for part in parts if part not in ("native", "cudnn", "mkldnn", "aten"))
+    parts = node.rpartition("::")[2].strip("_").split("_")
+    words = " ".join(part for part in parts if part not in ("native", "cudnn", "mkldnn"))
     return _WORDS.get(words, words or "no gradient: indices, masks")
 
 

@@ -22,7 +22,7 @@ from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
 from leannorm.report.memory_report import Measured, MemoryReport
 from leannorm.report.numerics import largest_difference
-from leannorm.report.settings import Setting, settings_for
+from leannorm.report.settings import LEAN, Setting, settings_for
 from leannorm.report.timing import time_step
 
 
@@ -30,7 +30,7 @@ def profile(
     model: nn.Module,
     inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
-    recompute: Sequence[str] = ("norm", "conv"),
+    recompute: Sequence[str] = LEAN,
     budgets: Sequence[float] = (),
     against: Sequence[str] = (),
     compiled: bool = False,
@@ -41,10 +41,11 @@ def profile(
     """Run training steps of a model in plain PyTorch and under each lean setting, and report what they cost.
 
     `inputs` are a tensor, a tuple of all arguments, or a mapping of them by name. `recompute` and `budgets`
-    are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around every block) and "compile"
-    (`torch.compile` keeping half of the activations). `compiled`: also `torch.compile` alone, and with
-    `compile_options` for each lean setting. `loss` computes a scalar from the output: by default its own
-    `loss`, which models of transformers have if they get labels, otherwise the mean square of its tensors.
+    are `lean`'s, and "lean" is `lean()` without arguments; `against` may name "checkpoint"
+    (`torch.utils.checkpoint` around every block) and "compile" (`torch.compile` keeping half of the
+    activations). `compiled`: also `torch.compile` alone, and with `compile_options` for each lean setting
+    but "lean". `loss` computes a scalar from the output: by default its own `loss`, which models of
+    transformers have if they get labels, otherwise the mean square of its tensors.
     The settings alternate for `steps` steps; seconds are medians, ratios medians of ratios. Freed memory is
     kept from then on (`keep_freed_memory`). Each pass starts from the same model, inputs and random numbers,
     and all of them are unchanged when it returns. `progress` is called with what is being done. Passes of
@@ -58,8 +59,8 @@ def profile(
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
     >>> report = leannorm.profile(model, torch.randn(2, 3, 20, 20), steps=1)
     >>> [setting.name for setting in report.settings]
-    ['stock', 'norm', 'conv']
-    >>> report.settings[1].kept < report.settings[0].kept
+    ['stock', 'lean', 'norm', 'conv']
+    >>> report.settings[2].kept < report.settings[0].kept
     True
     """
     _checks.module(model, "profile")

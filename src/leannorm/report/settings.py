@@ -15,6 +15,8 @@ from leannorm.compiled import compile_options
 from leannorm.saving import lean
 from leannorm.saving.small import NEVER_SMALL
 
+LEAN = ("lean", "norm", "conv")
+"""`lean()` as it is, and its sets by name."""
 AGAINST = ("checkpoint", "compile")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -46,6 +48,8 @@ def settings_for(
     if compiled:
         made.append(Setting("compiled", torch.compile(model), eager=False))
         for name in names:
+            if name == "lean":  # whose goal the compiler does not have: its own default is "norm"
+                continue
             run = torch.compile(model, options=compile_options(**_arguments(name)))
             made.append(Setting(f"compiled {name}", run, eager=False))
     check_methods(against)
@@ -61,10 +65,10 @@ def settings_for(
 
 
 def leaner(name: str, **more: Any) -> lean:
-    """`lean()` from the name of a setting: what to recompute, or an option and its number.
+    """`lean()` from the name of a setting: "lean" itself, what to recompute, or an option and its number.
 
-    >>> leaner("conv"), leaner("budget 0.5")
-    (lean(no tensor saved), lean(no tensor saved))
+    >>> leaner("lean"), leaner("conv"), leaner("budget 0.5")
+    (lean(no tensor saved), lean(no tensor saved), lean(no tensor saved))
     """
     return lean(**_arguments(name), **more)
 
@@ -72,7 +76,7 @@ def leaner(name: str, **more: Any) -> lean:
 def _arguments(name: str) -> dict[str, Any]:
     option, _, value = name.partition(" ")
     if not value:
-        return {"recompute": option}
+        return {} if option == "lean" else {"recompute": option}
     try:
         return {option: float(value)}
     except ValueError:
@@ -82,12 +86,12 @@ def _arguments(name: str) -> dict[str, Any]:
 def code_of(name: str) -> str:
     """The call that `leaner` makes, as a user types it.
 
-    >>> code_of("norm"), code_of("budget 0.5"), code_of("peak 8GiB")
+    >>> code_of("lean"), code_of("budget 0.5"), code_of("peak 8GiB")
     ('leannorm.lean()', 'leannorm.lean(budget=0.5)', 'leannorm.lean(peak="8GiB")')
     """
     option, _, value = name.partition(" ")
     quoted = value if value.replace(".", "", 1).isdigit() else f'"{value}"'
-    argument = f"{option}={quoted}" if value else "" if name == "norm" else f'"{name}"'
+    argument = f"{option}={quoted}" if value else "" if name == "lean" else f'"{name}"'
     return f"leannorm.lean({argument})"
 
 

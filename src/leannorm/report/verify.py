@@ -19,7 +19,7 @@ from leannorm.report.numerics import Check
 from leannorm.report.settings import leaner
 from leannorm.saving.evidence import RebuildError
 
-SETTINGS = ("norm", "conv", "budget 0.5")
+SETTINGS = ("lean", "norm", "conv", "budget 0.5")
 
 
 def verify_model(model: nn.Module, inputs: Any, steps: int = 3) -> Iterator[Check]:
@@ -43,10 +43,14 @@ def verify_model(model: nn.Module, inputs: Any, steps: int = 3) -> Iterator[Chec
         seen, error = _steps(model, arguments, steps, partial(leaner, name, verify=True))
         for i, (ours, stock) in enumerate(zip(seen, expected, strict=False)):
             allowed = math.inf if any(apart[: i + 1]) else 0.0
-            yield Check(f"lean, {name}, step {i + 1}", float(_different(ours, stock)), allowed, "stock")
+            yield Check(f"{_words(name)}, step {i + 1}", float(_different(ours, stock)), allowed, "stock")
         if error is not None:
-            step = f"lean, {name}, step {len(seen) + 1}"
+            step = f"{_words(name)}, step {len(seen) + 1}"
             yield Check(step, math.inf, 0.0, "the forward pass", str(error))
+
+
+def _words(name: str) -> str:
+    return name if name == "lean" else f"lean, {name}"
 
 
 def _steps(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from functools import partial, wraps
 from html import escape
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -37,7 +37,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
     """Save less for the backward pass: what can be rebuilt from what is kept anyway is not kept.
 
-        lean()              rebuilds outputs of norms, activations, casts and views
+        lean()              keeps at most half of plain PyTorch's bytes, for the least time
+        lean("norm")        rebuilds outputs of norms, activations, casts and views
         lean("conv")        also of linear layers, attention and cheap convolutions
         lean(budget=0.3)    keeps at most 0.3 of plain PyTorch's bytes
         lean(overhead=0.1)  keeps as little as a tenth more time allows
@@ -48,8 +49,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     of a function that runs it; the model is not changed, and `backward()` comes after it.
 
     Args:
-        recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
-            outputs of convolutions, linear layers and attention's scores that take few operations per byte.
+        recompute: without it, and without a goal, at most half of the bytes are kept, at a peak that is no
+            higher than plain PyTorch's: the cheapest set, and what beyond it takes under 0.01 of a step.
+            Where half would take over 0.1 of a step, that much is spent, and `reasons` says so. Plans are
+            made as for a budget. "norm" rebuilds outputs of norms, activations, products, casts and views;
+            "conv" also outputs of convolutions, linear layers and attention's scores that take few operations
+            per byte.
         budget: in place of `recompute`, the share of the bytes to keep, in (0, 1]. The first forward pass
             keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
@@ -90,10 +95,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     unless `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
 
     `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
-    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or
-    `peak` chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all
-    is well. What concerns the whole pass (compiled code, others' hooks, a budget, peak or limit out of
-    reach) is also warned of, once per cause.
+    left out. `records`: every saved tensor; they add up to those. `plan`: what was chosen, once there is a
+    plan (of "norm", "conv" and `limit` there is none). `reasons`: why nothing, or less than asked, was saved;
+    empty where all is well. What concerns the whole pass (compiled code, others' hooks, a budget, peak or
+    limit out of reach) is also warned of, once per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
     `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
@@ -114,7 +119,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     >>> import torch, leannorm
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
-    >>> with leannorm.lean() as saved:
+    >>> with leannorm.lean("norm") as saved:
     ...     loss = model(torch.randn(2, 3, 20, 20)).square().mean()
     >>> loss.backward()
     >>> saved.kept_bytes < saved.rebuilt_bytes
@@ -123,7 +128,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     def __init__(
         self,
-        recompute: Literal["norm", "conv"] = "norm",
+        recompute: Literal["norm", "conv"] | None = None,
         *,
         budget: float | None = None,
         overhead: float | None = None,
@@ -136,14 +141,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if callable(recompute):
             raise _not_a_setting(recompute)
         is_named = not (verify or head) and (budget, overhead, peak, limit, held) == _NOTHING
-        known = _NAMED.get(recompute) if is_named and type(recompute) is str else None
+        known = _NAMED.get(recompute) if is_named and type(recompute) in _NAMES else None
         if known is not None:  # each step of a training loop makes one of these
             self._arguments: dict[str, Any] = known[0]
             self._settings: Settings = known[1]
         else:
             asked = goal(recompute, budget, overhead, peak, limit)
             planned = asked.worth is None
-            policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
+            policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute or ""]
             shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
             self._arguments = {"recompute": recompute, **shares, "held": held, "verify": verify, "head": head}
             hooks = None if held is None else hooks_of(held)
@@ -166,11 +171,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         mine = self._opened_here() if self._open else None
         if not mine:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
-        frame = sys._getframe(1)
-        place = place_of(frame) if self.place is None else self.place
-        planned = self._settings.goal is not None  # a plan looks at variables
-        around = _frames_from(frame) if planned else _NO_FRAMES
-        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place, around)
+        place = place_of(sys._getframe(1)) if self.place is None else self.place
+        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
@@ -267,18 +269,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
 
 _NOTHING = (None,) * 5
-_NAMED: dict[str, tuple[dict[str, Any], Settings]] = {}  # of those that `recompute` alone says
+_NAMES = str, type(None)
+_NAMED: dict[str | None, tuple[dict[str, Any], Settings]] = {}  # of those that `recompute` alone says
 _NO_LEDGER = Ledger()  # before the first pass
-_NO_FRAMES = frozenset[int]()
-
-
-def _frames_from(frame: FrameType | None) -> frozenset[int]:
-    """The `id`s of this function's frame and of those around it."""
-    around = set[int]()
-    while frame is not None:
-        around.add(id(frame))
-        frame = frame.f_back
-    return frozenset(around)
 
 
 def _not_a_setting(given: object) -> InputError:

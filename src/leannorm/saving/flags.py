@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -167,11 +167,6 @@ class Flags(tuple[Any, ...]):
     __slots__ = ()
     __hash__ = tuple.__hash__
 
-    @property
-    def benchmark(self) -> bool:
-        """Does cuDNN time a convolution's algorithms, in each thread by itself, and use the fastest?"""
-        return bool(self[0])
-
     @contextmanager
     def set(self) -> Iterator[None]:
         """Set these flags within the context; those that have the value already are not touched."""
@@ -194,3 +189,17 @@ def current() -> Flags:
     now = tuple([get() for get in GETTERS])
     known = _KNOWN.get(now)
     return known if known is not None else _KNOWN.setdefault(now, Flags(now))
+
+
+_AS_IT_IS = nullcontext()
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Turns autocast off, as a rebuild repeats kernels with the dtypes of the forward pass."""
+    if not torch._C._is_any_autocast_enabled():
+        return _AS_IT_IS
+    stack = ExitStack()
+    for device in ("cpu", "cuda", "xpu", "mps"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

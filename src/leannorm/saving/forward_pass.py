@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
@@ -11,20 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.autograd.nodes import NODES
 from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
-from leannorm.planning.goal import Goal
+from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
-from leannorm.saving import limit, memo, packing, reasons, small, timing, watched
+from leannorm.saving import limit, reasons, recorded, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
-from leannorm.saving.packing import Packing
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.recorded import RecordedPass, serves
+from leannorm.saving.recorded import RecordedPass
 from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
@@ -47,22 +44,20 @@ class Settings(NamedTuple):
     @property
     def may_be_small(self) -> bool:
         """May a small pass be left as it is? Not if a setting asks for something else."""
-        return self.goal is None and self.hooks is None and not (self.verify or self.head)
+        plain = self.goal in (None, HALF)
+        return plain and self.hooks is None and not (self.verify or self.head)
 
     @property
     def may_be_watched(self) -> bool:
         """Was time asked for that a step, as it is, may take?"""
-        return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
+        return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)
 
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `line` identifies the line of the program that opens it, and
-    `frames_around` are the `id`s of the frames of the functions that run then."""
+    """One forward pass, from `open` to `close`; `line` identifies the line of the program that opens it."""
 
-    def __init__(
-        self, settings: Settings, ledger: Ledger, line: Hashable, frames_around: frozenset[int]
-    ) -> None:
-        self._settings, self.ledger, self._frames_around, self._line = settings, ledger, frames_around, line
+    def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
+        self._settings, self.ledger, self._line = settings, ledger, line
         self._place: Hashable = None  # of passes that may be small
         self._watch: Watch | None = None  # of passes whose time was asked for
         if line is not NEVER_SMALL and settings.may_be_small:
@@ -76,10 +71,7 @@ class ForwardPass:
         self._following = (
             Following(settings.goal, of_watch) if planned and settings.goal is not None else None
         )
-        self._packing: Packing | None = None
         self._recorded: RecordedPass | None = None
-        self._unpack = unpack
-        self._hook: Any = None
         self._first: FirstTensor | None = None
         self._timer: Timer | None = None
         self._is_plain = False  # to be compared with passes that follow the plan
@@ -96,15 +88,14 @@ class ForwardPass:
         self.refused = refusal()
         if self.refused is not None:
             return
-        self._find_unpack()
-        if self._limit_asked is not None and serves():
+        if self._limit_asked is not None:
             self._limit = limit.begin(self._limit_asked, self._line)
         pack, timed = self._first_hook(number), None
         if self._first is None:
             pack = self._begin()
-            if self._timer is not None and self._recorded is not None:
-                pack = timed = TimedPack(pack, self._unpack, self._timer)
-        self._set = self._stack.enter_context(PassHooks(pack, self._unpack))
+            if self._timer is not None:
+                pack = timed = TimedPack(pack, recorded.LOG.record_unpack, self._timer)
+        self._set = self._stack.enter_context(PassHooks(pack, recorded.LOG.record_unpack))
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -115,10 +106,6 @@ class ForwardPass:
             heads.open()
             self._stack.callback(heads.close)
         self._nodes = nodes_made()
-
-    def _find_unpack(self) -> None:
-        if serves():
-            self._unpack = NODES.record_unpack
 
     def _first_hook(self, number: int) -> Any:
         """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
@@ -134,36 +121,32 @@ class ForwardPass:
         return self._first.pack
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
-        """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
+        """The pack hook of a pass that is recorded from here on."""
         layers = None
         if self._settings.verify:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
-        if from_here and self._is_plain:
-            self._following = None  # it is none of the passes that are planned
-        if self._unpack is not unpack:
-            self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
-            self.ledger.add(self._recorded.recorded)
-            return self._recorded.pack
-        around, following = self._frames_around, self._following
-        place = None if following or from_here or layers or hooks else self._place
-        self._packing = Packing(policy, self.ledger, following, around, layers, hooks, from_here, place)
-        self._packing.search.leaves.begin(self._line)
-        self._stack.callback(self._packing.edits.close)
-        self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
-        pack: Callable[[Tensor], Any] = self._hook.pack
-        return pack
+        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
+        if from_here:
+            self._recorded.begins_within_a_call()
+        self.ledger.add(self._recorded.recorded)
+        return self._recorded.pack
 
     def _look_from_here(self) -> bool:
         """From the next tensor on; False if that could not be."""
-        return self._set is not None and self._set.replace(lambda: (self._begin(True), self._unpack))
+        return self._set is not None and self._set.replace(self._hooks_from_here)
+
+    def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        if self._is_plain:
+            self._following = None  # it is none of the passes that are planned
+        return self._begin(True), recorded.LOG.record_unpack
 
     @property
     def _is_left(self) -> bool:
         """Is it left as it is, but for its first tensor?"""
-        return self._first is not None and self._looking is None
+        return self._first is not None and self._recorded is None
 
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
@@ -172,39 +155,17 @@ class ForwardPass:
         if self._recorded is not None:
             self._recorded.close()
             self._freed_within = self._recorded.is_mostly_gone
-        if self._packing is not None:
-            self._packing.seen = self._hook.seen
-            self._packing.search.leaves.forget()
-            self._packing.recent.clear()
-            self._packing.last = -1, None
-            self._packing.vain.close()
-            self._freed_within = self.ledger.is_mostly_gone()
-            self._watch_first()
         kept = [] if self._first is None else self._first.kept
         if self._is_left and kept:
             known = None if self._watch is None else self._watch.kept
             if known is not None:
                 self.ledger.add(known)
                 kept = []
-        self.ledger.close(kept if self._packing is None else [*kept, *self._packing.kept])
+        self.ledger.close(kept)
         self._nodes = nodes
 
-    def _watch_first(self) -> None:
-        """Of a pass that is searched: when its first value goes, its backward pass is nearly done."""
-        first = next(self.ledger.values(), None)
-        if self._timer is None or first is None:
-            return
-        shape, dtype = (
-            (first.shape, first.dtype) if first.tensor is None else (first.tensor.shape, first.tensor.dtype)
-        )
-        self._timer.size = shape.numel() * dtype.itemsize
-        self._timer.watching = weakref.ref(first, self._timer.reach)
-
     def forget(self) -> None:
-        """Let go of the nodes that prices were read from, and of what a small pass has held."""
-        if self._packing is not None:
-            self._packing.reads.made.clear()
-            self._packing.kept.clear()
+        """Let go of what only a plan is made from, and of what a small pass has held."""
         if self._recorded is not None:
             self._recorded.forget()
         if self._first is not None:
@@ -214,38 +175,33 @@ class ForwardPass:
     def _limit_asked(self) -> int | str | None:
         return None if self._settings.goal is None else self._settings.goal.limit
 
-    @property
-    def _looking(self) -> Packing | RecordedPass | None:
-        """Who looks at what is saved."""
-        return self._packing or self._recorded
-
     def left(self) -> str | None:
         """End a pass that was left alone in one step: returns why, or None where more is to be done."""
         return None
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
-        looking, following = self._looking, self._following
+        made, following = self._recorded, self._following
         if self._freed_within or self.refused is not None:  # what is left says neither the size nor a plan
             return None
         if self._watch is not None and self._timer is not None:
             self._watch.timers.append(self._timer)
-        if looking is None:
+        if made is None:
             self._was_left()
             return None if self._watch is None else self._watch.plan
-        if self._place is not None and looking.seen:
+        if self._place is not None and made.seen:
             small.note(self._place, self._seen())
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
-        if following is None or not looking.calls:  # there is nothing to plan
+        if following is None or not made.calls:  # there is nothing to plan
             return None
         nbytes = self.ledger.all_bytes()
         try:
             before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
             share = (self.ledger.kept() - before) / max(nbytes - before, 1)
-            self._of_plans = following.end(looking.calls, looking.passed, share)
+            self._of_plans = following.end(made.calls, made.passed, share)
         except Exception as error:  # a plan is never worth an error in the forward pass
-            looking.reasons[reasons.no_plan(error)] = 1
+            made.reasons[reasons.no_plan(error)] = 1
             return None
         if self._watch is not None:
             self._note_followed(self._watch, following)
@@ -290,7 +246,7 @@ class ForwardPass:
         kept, stock = self.ledger.kept(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
-        return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
+        return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
     def tells_why(self, plan: RebuildPlan | None) -> bool:
         """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for, nor
@@ -303,7 +259,7 @@ class ForwardPass:
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
-        counts: Counter[str] = Counter() if self._looking is None else self._looking.reasons
+        counts: Counter[str] = Counter() if self._recorded is None else self._recorded.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self.refused is not None:
             whole.append(self.refused)
@@ -313,7 +269,7 @@ class ForwardPass:
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
         seen_first = self._first is not None and self._first.kept
-        seen = seen_first or (self._looking is not None and self._looking.seen)
+        seen = seen_first or (self._recorded is not None and self._recorded.seen)
         if not (seen or whole):
             whole += self._nothing_saved()
         if self._watch is not None:
@@ -352,4 +308,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Are the hooks that are set now another's?"""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, getattr(NODES, "record_unpack", unpack))
+    return top is not None and top[1] not in (unpack, recorded.LOG.record_unpack)

@@ -14,11 +14,11 @@ from leannorm.saving.small import Alone, FirstTensor, nodes_made
 from leannorm.saving.unpacking import unpack
 
 
-def pass_at(settings: Settings, ledger: Ledger, line: Hashable, frames_around: frozenset[int]) -> ForwardPass:
+def pass_at(settings: Settings, ledger: Ledger, line: Hashable) -> ForwardPass:
     """The pass that is opened at this line of the program."""
     if settings.may_be_small and (alone := small.left_alone(place := (line, settings.policy))) is not None:
-        return LeftPass(place, alone, settings, ledger, line, frames_around)
-    return ForwardPass(settings, ledger, line, frames_around)
+        return LeftPass(place, alone, settings, ledger, line)
+    return ForwardPass(settings, ledger, line)
 
 
 class LeftPass(ForwardPass):
@@ -45,8 +45,8 @@ class LeftPass(ForwardPass):
     def _look_from_here(self) -> bool:
         first, hooks, nodes = self._first, self._set, self._nodes
         super().__init__(*self._given)
+        self._following = None  # plans begin with the first tensor
         self._first, self._set, self._nodes = first, hooks, nodes
-        self._find_unpack()
         return super()._look_from_here()
 
     def left(self) -> str | None:

@@ -151,7 +151,7 @@ def last_pass(model: nn.Module) -> lean | None:
 
 def make_lean(
     model: _Model,
-    recompute: Literal["norm", "conv"] = "norm",
+    recompute: Literal["norm", "conv"] | None = None,
     *,
     budget: float | None = None,
     overhead: float | None = None,

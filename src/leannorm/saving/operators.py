@@ -78,7 +78,14 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_rows("fused", "add sub add_ sub_", adds=True),
     **_rows("fused", "copy_ fill_ zero_", fills=True),
-    **_rows("pass", "native_batch_norm", writes=(3, 4), gate=5, instead=SCALE_AND_SHIFT),
+    **_rows(
+        "pass",
+        "native_batch_norm _native_batch_norm_legit",
+        writes=(3, 4),
+        gate=5,
+        instead=SCALE_AND_SHIFT,
+    ),
+    **_rows("pass", "cudnn_batch_norm miopen_batch_norm", writes=(3, 4), gate=5),
     **_rows(
         "pass",
         "_low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",
@@ -96,7 +103,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_rows(
         "pass",
-        "channel_moments channel_normalize constants_of row_forward row_ada_forward row_gated_forward",
+        "channel_moments channel_normalize constants_of row_forward row_gated_forward",
         space="leannorm",
     ),
     "leannorm::channel_forward": Operator("pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, 7)),
@@ -104,3 +111,10 @@ OPERATORS: dict[str, Operator] = {
         "pass", instead=_CHANNEL, sources=(0, "1", "3", 1, 2, 3, 5, None)
     ),
 }
+_IN_ANY_ORDER = (
+    "index_add index_copy index_put _unsafe_index_put _index_put_impl put scatter scatter_add scatter_reduce"
+    " index_reduce cumsum bincount histc kthvalue median nanmedian"
+)
+VARYING = tuple(_rows("once", _IN_ANY_ORDER))
+"""On a device threads add or write here in any order, so that equal calls may give other bits, unless torch
+is asked for deterministic algorithms (whose list this follows). In-place forms are meant, too."""

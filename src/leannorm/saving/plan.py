@@ -5,7 +5,7 @@ A pass without a plan rebuilds all that it can; from its sizes and prices the pl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -14,10 +14,6 @@ from leannorm.planning.lines import Lines
 from leannorm.planning.plan import Plan, by_overhead
 from leannorm.planning.plan import plan as point_for
 from leannorm.planning.timeline import Outcome
-from leannorm.saving.ledger import Ledger
-from leannorm.saving.price import Prices
-from leannorm.saving.rates import Rates
-from leannorm.saving.timeline import Groups, Read, timeline_of
 
 Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor, and its number among all that was saved
 
@@ -25,47 +21,24 @@ Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor, and its nu
 class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
-    `places`: for each value of the step, the tensors that share its memory, by index. `narrow`: the tensors,
-    by index, that are rebuilt from copies in a narrower dtype. `whys`: why others could not be rebuilt.
-    `whole`: the same pass where nothing is held in a narrower dtype, if that is a choice.
+    `places`: for each value of the step, the tensors that share its memory, by index. `whys`: why others
+    could not be rebuilt.
     """
 
     calls: tuple[Call, ...]
     lines: Lines
     places: tuple[tuple[int, ...], ...]
-    narrow: frozenset[int] = frozenset()
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
     whys: Mapping[int, str] = {}
-    narrowing: float = 0.0  # seconds that it takes to make all copies in a narrower dtype
-    whole: Pass | None = None
 
     def without_lines(self) -> Pass:
         """What passes that follow a plan read of its pass: the step itself takes megabytes."""
-        return self._replace(lines=cast("Any", None), places=(), whole=None)
+        return self._replace(lines=cast("Any", None), places=())
 
     @property
     def share_of_hooks(self) -> float:
-        """The price of the hooks themselves, with what they narrow, over that of stock's step."""
-        return (self.hooks + self.narrowing) / max(self.lines.step.seconds, 1e-12)
-
-
-def pass_of(
-    calls: Sequence[Call], reads: Sequence[Read], ledger: Ledger, rates: Rates, may_be_whole: bool
-) -> Pass:
-    """The pass that ends now. `may_be_whole`: it is a choice to hold nothing in a narrower dtype."""
-    values, alive = dict.fromkeys(ledger.values()), ledger.alive()
-    timeline, prices = timeline_of(reads), Prices(rates)
-    seconds = prices.of_step(timeline.nodes)
-    lines, places = Groups(timeline, alive, prices).lines(seconds)
-    narrow = frozenset(value.place for value in values if value.from_narrow)
-    whys = {value.place: value.why for value in values if value.step is None and value.why}
-    made = Pass(tuple(calls), lines, places, narrow, rates.hold * len(reads), whys)
-    narrowing = sum(map(prices.of_narrowing, values))
-    if not (narrowing and may_be_whole):
-        return made
-    lines, places = Groups(timeline, alive, prices, narrowing=False).lines(seconds)
-    whole = made._replace(lines=lines, places=places, narrow=frozenset())
-    return made._replace(narrowing=narrowing, whole=whole)
+        """The price of the hooks themselves over that of stock's step."""
+        return self.hooks / max(self.lines.step.seconds, 1e-12)
 
 
 def size(call: Call) -> int:
@@ -82,7 +55,7 @@ def structure(call: Call) -> Hashable:
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
 
-    `made_for`: the pass, or its other choice, `whole`. `hooks`: its `share_of_hooks`. `asked`: the overhead
+    `made_for`: the pass. `hooks`: its `share_of_hooks`. `asked`: the overhead
     that was allowed, if one was. `measured`: the overhead that steps have taken, once that is known.
     `is_watched`: is it going to be?
     """
@@ -140,21 +113,12 @@ class RebuildPlan(NamedTuple):
         return not self.is_watched and self.asked is not None and self.hooks > self.asked
 
 
-def plan(goal: Goal, passed: Pass) -> RebuildPlan:
+def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     """The tensors to rebuild, by the point of the pass's lines that the goal asks for.
 
     Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
     """
-    asked = goal.overhead
-    if asked is None or passed.whole is None:
-        return _plan(goal, passed)
-    both = _plan(goal, passed), _plan(goal, passed.whole)
-    dear = all(one.is_dear for one in both)
-    return min(both, key=lambda one: (one.is_dear, one.hooks if dear else one.kept_bytes, one.overhead))
-
-
-def _plan(goal: Goal, made_for: Pass) -> RebuildPlan:
-    asked, hooks = goal.overhead, made_for.share_of_hooks
+    asked, hooks = goal.overhead if goal.promises_time else None, made_for.share_of_hooks
     if asked is not None:
         goal = goal._replace(overhead=max(asked - hooks, 0.0))
     chosen = point_for(made_for.lines, goal)

@@ -159,17 +159,6 @@ class Following:
         """What is followed now."""
         return self._entry
 
-    def narrows(self, place: int) -> bool:
-        """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""
-        return self.plan is not None and place in self.plan.made_for.narrow
-
-    def may_narrow(self, place: int) -> bool:
-        """May this tensor be held in a narrower dtype? Where time was asked for, the plan must have paid."""
-        plan = self.plan
-        if plan is None or plan.asked is None:
-            return True
-        return plan.made_for.narrowing > 0 and (not self.narrows(place) or plan.rebuild[place])
-
     def why(self, place: int) -> str:
         """Why a tensor is held that the plan does not rebuild."""
         return reasons.PLANNED if self.plan is None else self.plan.made_for.whys.get(place, reasons.PLANNED)
@@ -228,7 +217,7 @@ class Following:
             made.anew, made.misses = old.anew * (1 if old.missed else _MORE), old.misses
             known.entries = [one for one in known.entries if one.made is not old]
         full = plan(self.goal, passed)
-        made.settled = full.chosen.reached and self.goal.overhead is None
+        made.settled = full.chosen.reached and not self.goal.promises_time
         if self._place is not None:
             made.loop = Loop(self.goal.overhead or 0.0) if old is None or old.loop is None else old.loop
             made.rungs = rungs(full)

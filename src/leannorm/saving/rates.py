@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._files import cached, write_json
+from leannorm.autograd.nodes import INTERFACE, NODES
 from leannorm.ops.modes import in_no_mode
 from leannorm.planning.goal import Goal
 
@@ -53,6 +54,7 @@ class Rates(NamedTuple):
 
 
 _GB, _T = 1e9, 1e12
+_IN_CPP = 10e-6  # seconds of either hook, where they are C++
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
@@ -79,8 +81,15 @@ def table(device: torch.device) -> Rates:
 
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
-    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike."""
-    return measured(device) if goal.overhead is not None else (table(device), None)
+    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike.
+
+    Where a plan may not take more than some time, the hooks' price counts, and the table's is that of Python.
+    """
+    if goal.promises_time:
+        return measured(device)
+    in_cpp = NODES is not None and goal.overhead is not None
+    rates = table(device)
+    return rates._replace(hold=_IN_CPP, rebuild=_IN_CPP) if in_cpp else rates, None
 
 
 RANKS = (
@@ -132,7 +141,6 @@ def _name(device: torch.device) -> str:
 
 def _made_by() -> list[object]:
     from leannorm import __version__
-    from leannorm.autograd.nodes import INTERFACE, NODES
 
     return [__version__, torch.__version__, torch.get_num_threads(), NODES is not None and INTERFACE]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from leannorm._report import bytes_in_words
-from leannorm.planning.goal import Goal
+from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.plan import Plan
-from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
 
 if TYPE_CHECKING:
@@ -87,25 +85,20 @@ HEAD_OF_UNITS = (
     " free a layer's weight before its logits are read"
 )
 # Why an operation's output is kept, as records say it
-NO_RECIPE = "lean() has no recipe for it"
+NEVER = "lean() does not call it again, as it draws random numbers, sends, or writes into its arguments"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
-BEFORE = "what it was made of was not looked at, as the pass was small until then"
 PLANNED = "the plan keeps it"
 TOO_DEEP = "too many steps in a row lead to it from what is kept"
-ELSEWHERE = (
-    "what it was made of was saved in another branch alone, whose backward pass may never run, so that it may"
-    " be edited"
-)
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not show it"
-VIEW = "it is a view of what is kept"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
-OTHER_FLAGS = (
-    "its operator ran under other global flags, in a mode, or on tensors that lean() does not rebuild"
-)
+OTHER_FLAGS = "its operator ran on tensors that lean() does not rebuild"
+MODE = "a mode (TorchDispatchMode) gave it, not an operator that it called"
+UNTRIED = "its operator was not tried before a CUDA graph's capture, or on values that tell nothing"
+TIMED = "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark), so that another may follow"
 CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
 OTHER_THREAD = "another thread saved it than the one that opened lean(), as torch.jit.fork has it"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
@@ -115,16 +108,17 @@ _ALWAYS_SAID = (
     OTHER_THREAD,
     KEPT,
     SMALLER,
-    NO_RECIPE,
+    NEVER,
     NOT_AT_HAND,
     TOO_DEEP,
-    ELSEWHERE,
     OTHER_BITS,
     EDITED,
     COLLECTIVE,
     SHARDED,
     UNSEEN,
     OTHER_FLAGS,
+    MODE,
+    UNTRIED,
 )  # of the others, where they are nearly all
 
 STRAYED = (
@@ -152,7 +146,7 @@ _FEWER, _LOWER = 0.8, 0.95  # of plain PyTorch's bytes and peak: more is no fewe
 def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
     """A sentence for each kind of node and reason, of which a twentieth of all bytes is kept."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
-    for node, _, _, nbytes, is_rebuilt, _, why in rows:
+    for node, _, _, nbytes, is_rebuilt, why in rows:
         stock += nbytes
         rebuilt += nbytes * is_rebuilt
         if why:
@@ -214,7 +208,7 @@ def unmeasured(more: int, free: int) -> str:
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """A recipe raised an error, or its trial did: the tensor is kept."""
+    """Hooks of the user's raised an error: the tensor is kept."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
     return f"an output of {made_by} is kept, since rebuilding it failed with {type(error).__name__}: {text}"
@@ -235,16 +229,24 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
             " the least, as the rest are gradients, what a single operation needs, and what cannot be"
             " computed again"
         )
-    return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1), compiled)
+    least = plan.least / max(plan.stock.held, 1)
+    if goal.overhead is not None and least <= (goal.budget or 0.0):
+        return (
+            f"plain lean() spends {goal.overhead:g} of a plain PyTorch step at most, by prices, which leaves"
+            f" {plan.ratio:.2f} of the bytes; to keep {goal.budget:g} at any price write"
+            f" budget={goal.budget:g}"
+        )
+    return budget_out_of_reach(goal, least, compiled)
 
 
 def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
     """That a budget or an overhead keeps fewer bytes and lowers no peak, if it is so."""
     asked = "budget" if goal.budget is not None else "overhead"
+    asked = "plain lean()" if goal == HALF else f"this {asked}"
     if goal.peak is not None or goal.worth is not None or plan.ratio > _FEWER or plan.peak_ratio < _LOWER:
         return None
     return (
-        f"this {asked} frees memory between forward and backward and lowers no peak: {plan.ratio:.2f} of the"
+        f"{asked} frees memory between forward and backward and lowers no peak: {plan.ratio:.2f} of the"
         f" bytes are kept, the peak of a step is {plan.peak_ratio:.2f} of plain PyTorch's, and a step takes"
         f" {plan.overhead:.0%} more time; if memory runs out, ask for the peak instead, as peak=0.8 or"
         ' peak="8GiB"'
@@ -279,45 +281,23 @@ def missed(share: float, planned: float, another: bool) -> str:
     )
 
 
-def budget_out_of_reach(budget: float, ratio: float, compiled: bool = False) -> str:
+def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str:
     by_name = "" if compiled else " (each by name: saved.records of lean())"
+    asked = f"budget={goal.budget:g}" if goal.overhead is None else "half of the bytes, as lean() aims at,"
     return (
-        f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of the bytes, as"
+        f"{asked} is out of reach: all that can be rebuilt leaves {ratio:.2f} of the bytes, as"
         f" the rest cannot be computed again{by_name}, are inputs or statistics, or would raise the peak"
     )
 
 
-_CHECKPOINT = "torch.utils.checkpoint"
-_KNOWN = {"leannorm.saving.unpacking", "leannorm._nodes", _CHECKPOINT}
-
-
-def of_hooks_within(node: Any) -> list[str]:
-    """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
-    return [] if _unpacked_by(node) <= _KNOWN else [HOOKS_WITHIN]
-
-
-def is_checkpointed(node: Any) -> bool:
-    """Did the node run in a checkpoint, or is it a checkpoint's own?"""
-    function = getattr(type(node), "_forward_cls", None)
-    return getattr(function, "__module__", "") == _CHECKPOINT or _CHECKPOINT in _unpacked_by(node)
-
-
-def _unpacked_by(node: Any) -> set[str]:
-    """The modules of the hooks that unpack what the node saved; a function in Python does not show them."""
-    kind: Any = type(node)
-    if issubclass(kind, BackwardCFunction):  # whose class must not be remembered: a user may make many
-        return set()
-    hooks = [getattr(getattr(node, name), "unpack_hook", None) for name in saved_names(kind)]
-    return {hook.__module__ for hook in hooks if hook is not None}
-
-
 _WARNED: set[str] = set()
 _IN_ORDER = {SMALL, COMPARED, STRAYED, BACKWARD_WITHIN}  # they need no action
+_UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor do these: as much as could be was done
 
 
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
-    if reason in _IN_ORDER or reason.startswith("overhead="):
+    if reason in _IN_ORDER or reason.startswith(_UNASKED):
         return
     cause = reason.split(":")[0]
     if cause not in _WARNED:

@@ -6,13 +6,10 @@ the table of operators, and says in words what the pass kept.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,22 +17,25 @@ from torch import Tensor
 
 from leannorm._torch import left_to_python
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons, rows
+from leannorm.ops import modes
+from leannorm.saving import log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
-from leannorm.saving.operators import OPERATORS, Operator
-from leannorm.saving.packing import SMALLEST
+from leannorm.saving.operators import OPERATORS, VARYING, Operator
 from leannorm.saving.plan import Call, Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
 from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
+
+LOG: Any = NODES
+"""Who records: the C++ nodes, or where they are not built the same in Python. `record_in` sets it."""
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -45,7 +45,7 @@ _NOTHING, _ARGUMENT, _RESULT = range(3)  # as Source in rules.h
 # in the order of `Why` in log.h
 _WHYS = (
     "",
-    reasons.NO_RECIPE,
+    reasons.NEVER,
     reasons.NOT_REPEATED,
     reasons.NOT_AT_HAND,
     reasons.TOO_DEEP,
@@ -59,9 +59,18 @@ _WHYS = (
     reasons.SHARDED,
     reasons.CHECKPOINTED,
     reasons.KEPT,
+    reasons.MODE,
+    reasons.UNTRIED,
+    reasons.TIMED,
 )
 # bits of `Met` in log.h
-_MET = {1: reasons.COMPILED_WITHIN, 2: reasons.HOOKS_WITHIN}
+_MET = {
+    1: reasons.COMPILED_WITHIN,
+    2: reasons.HOOKS_WITHIN,
+    4: reasons.LIMIT_UNSEEN,
+    8: reasons.BENCHMARK,
+}
+SMALLEST = 1024  # elements; a smaller tensor is held, and nothing is told of it
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
@@ -79,7 +88,7 @@ def _source(source: int | str | None) -> tuple[int, int]:
 def _with_flags(flags: Flags, saved: Any) -> Tensor:
     """Rebuild under the forward pass's flags."""
     with flags.set():
-        tensor: Tensor = NODES.record_unpack_now(saved)
+        tensor: Tensor = LOG.record_unpack_now(saved)
         return tensor
 
 
@@ -101,18 +110,16 @@ class _Rows:
 
     def skip(self) -> None:
         """A reader needed no rebuild."""
-        NODES.record_skip(self._saved)
+        LOG.record_skip(self._saved)
 
-    def read(self, flags: Flags | None = None) -> Tensor:
+    def read(self) -> Tensor:
         """The whole tensor."""
-        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        tensor: Tensor = LOG.record_unpack_now(self._saved)
         return tensor
 
-    def source_of_rows(
-        self, cast: Callable[..., Tensor], flags: Flags | None
-    ) -> tuple[Tensor, list[torch.dtype]]:
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
-        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        made: tuple[Tensor, list[torch.dtype]] = LOG.record_rows_of(self._saved)
         return made
 
 
@@ -120,40 +127,41 @@ def _unbuilt(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
     return rows.stand_in(_Rows(saved, shape, dtype))
 
 
-if NODES is not None:
-    for _name, _row in OPERATORS.items():
-        _formula, _sources = _FORMULAS.index(_row.formula), list(map(_source, _row.sources))
-        NODES.set_operator(
-            _name, _kind(_row), _formula, list(_row.writes), _row.gate, _row.fills, _row.instead, _sources
+def _is_captured(tensor: Tensor) -> bool:
+    return modes.capturing(tensor)
+
+
+def record_in(module: Any) -> None:
+    """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
+    global LOG
+    LOG = module
+    for name, row in OPERATORS.items():
+        formula, sources = _FORMULAS.index(row.formula), list(map(_source, row.sources))
+        LOG.set_operator(
+            name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
-    NODES.set_recorded(
+    if module is NODES:
+        NODES.set_varying(list(VARYING))
+        NODES.set_capturing(_is_captured)
+    LOG.set_recorded(
         _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
     )
 
 
-_SEARCHES: ContextVar[bool] = ContextVar("searches", default=False)
+record_in(log if NODES is None else NODES)
 
 
-@contextmanager
-def searching() -> Iterator[None]:
-    """Within it nothing is recorded: `lean()` searches autograd's nodes, as it does on a GPU."""
-    before = _SEARCHES.set(True)
-    try:
-        yield
-    finally:
-        _SEARCHES.reset(before)
+def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
+    """A fake tensor over the storage of one on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, meta, torch.device(device))
 
 
-def serves() -> bool:
-    """Can the log see what a pass in this thread does? It records operators on CPU tensors.
-
-    `LEANNORM_RECORD` is "0" to search autograd's nodes instead, or "1" to record on GPUs, too, which has not
-    run on one yet.
-    """
-    asked = os.environ.get("LEANNORM_RECORD")
-    if NODES is None or asked == "0" or _SEARCHES.get() or torch._C._len_torch_dispatch_stack():
-        return False
-    return asked == "1" or not torch.cuda.is_initialized()
+@lru_cache
+def _know_fakes() -> None:
+    """Fake tensors are recorded from now on."""
+    NODES.set_fakes(sys.modules["torch._subclasses.fake_tensor"].FakeTensor, _fake)
 
 
 @left_to_python
@@ -192,9 +200,11 @@ class RecordedPass:
         """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else Way(following, _WHYS)
-        units = Units()
-        self._pass = NODES.RecordedPass(
+        self._way = None if following is None else Way(following, _WHYS, LOG)
+        self._units = units = Units()
+        if LOG is NODES and "torch._subclasses.fake_tensor" in sys.modules:
+            _know_fakes()
+        self._pass = LOG.RecordedPass(
             policy.products,
             policy.everything,
             _SUMS,
@@ -208,12 +218,18 @@ class RecordedPass:
             other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
             gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
+            smallest=SMALLEST,
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
         self.missed = 0  # bytes that the process takes at least, if those are more than the limit
-        self.pack: Callable[[Tensor], Any] = NODES.record_pack
+        self.pack: Callable[[Tensor], Any] = LOG.record_pack
+
+    def begins_within_a_call(self) -> None:
+        """An operator that runs has asked for the pass. C++ tells by itself what is a part of it."""
+        if isinstance(self._pass, log.RecordedPass):
+            self._pass.begins_within_a_call()
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and what of it is still there."""
@@ -222,6 +238,8 @@ class RecordedPass:
         self._pass.close()
         self.missed = self._pass.missed()
         self.recorded.close()
+        if (unit := self._units.freed_first) is not None:
+            self.recorded.whys[_WHYS.index(reasons.SHARDED)] = reasons.sharded(*wrap_of(unit))
         self.seen = self._pass.packed()
         self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
         met = self._pass.met() if self.seen else 0
@@ -235,7 +253,9 @@ class RecordedPass:
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self._way is not None
-        return self._way.passed(self._timeline, self._pass.places(), self.reasons)
+        return self._way.passed(
+            self._timeline, self._pass.places(), self.reasons, torch.device(self._pass.device())
+        )
 
     def forget(self) -> None:
         """Let go of what only a plan is made from."""
@@ -248,6 +268,7 @@ class Recorded:
     def __init__(self, saved: Callable[[], Any]) -> None:
         self._now: Callable[[], Any] | None = saved
         self._then: Any = None
+        self.whys = list(_WHYS)
 
     def close(self) -> None:
         """Remember what is held now."""
@@ -276,6 +297,6 @@ class Recorded:
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, None, reasons.made_of(_WHYS[why * by_node], of))
+            (name, torch.Size(shape), dtype, nbytes, dropped, reasons.made_of(self.whys[why * by_node], of))
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]

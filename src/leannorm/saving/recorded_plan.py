@@ -16,13 +16,15 @@ from leannorm.saving.recorded_timeline import Timeline
 
 
 class Way:
-    """One pass's way along a plan. C++ follows it by position, and asks where the pass is not as planned.
+    """One pass's way along a plan. The log follows it by position, and asks where the pass is not as planned.
 
-    `whys`: the sentences for `Why` in log.h.
+    `whys`: the sentences for `Why` in log.h; `log`: who records.
     """
 
-    def __init__(self, following: Following, whys: tuple[str, ...]) -> None:
-        self.following, self._whys = following, whys
+    def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
+        self.following, self._whys, self._log = following, whys, log
+        # may a loss that a plan keeps be kept by its source? An overhead has no price for that
+        self.narrows = following.goal.overhead is None and log is NODES
         self._calls: list[Call] = []
         self.failed: Exception | None = None
 
@@ -45,7 +47,7 @@ class Way:
         return self._calls
 
     def _reach(self, place: int) -> None:
-        """What C++ has seen since it asked last was as planned."""
+        """What the log has seen since it asked last was as planned."""
         if len(self._calls) < place:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
@@ -62,15 +64,15 @@ class Way:
             plan = entry.plan
             whys = [self._why(place) for place in range(len(plan.rebuild))]
             reason, of = [why for why, _ in whys], [of for _, of in whys]
-            entry.places = NODES.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
+            entry.places = self._log.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
         return entry.places
 
-    def passed(self, told: tuple[Any, ...], count: int, said: Counter[str]) -> Pass:
-        """The pass that ends now, by its log, for a plan."""
-        rates, why = rates_for(self.following.goal, torch.device("cpu"))
+    def passed(self, told: tuple[Any, ...], count: int, said: Counter[str], device: torch.device) -> Pass:
+        """The pass that ends now, by its log, for a plan, with the rates of the device."""
+        rates, why = rates_for(self.following.goal, device)
         if why is not None:
             said[why] = 1
-        timeline = Timeline(told, rates)
+        timeline = Timeline(told, rates, self.narrows)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {

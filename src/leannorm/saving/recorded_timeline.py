@@ -74,10 +74,11 @@ class Value(NamedTuple):
 class Timeline:
     """One pass, and its backward pass."""
 
-    def __init__(self, told: tuple[Any, ...], rates: Rates) -> None:
+    def __init__(self, told: tuple[Any, ...], rates: Rates, narrows: bool = False) -> None:
+        """`narrows`: may the source of a cast be held in the place of a log-softmax?"""
         calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
-        self.values, self.rates = [Value(*value) for value in values], rates
+        self.values, self.rates, self._narrows = [Value(*value) for value in values], rates, narrows
         self.forward = max(len(self.calls), 1)
         self.born: dict[int, int] = {}  # by memory: the call that made it; -1: it was there before
         self.size: dict[int, int] = defaultdict(int)
@@ -170,6 +171,21 @@ class Timeline:
 
     # ------------------------------------------------------------ the step
 
+    @cached_property
+    def narrow(self) -> dict[int, int]:
+        """By widening cast the log-softmax that is made of it, and whose place its source may take."""
+        saved, narrow = {value for _, value, _ in self.saves}, dict[int, int]()
+        for i, value in enumerate(self.values if self._narrows else []):
+            if not value.makes or len(value.inputs) != 1 or self._name(value) != "aten::_log_softmax":
+                continue
+            cast = self.values[value.inputs[0]]
+            if cast.makes and self._name(cast) == "aten::_to_copy" and value.inputs[0] not in saved:
+                narrow[value.inputs[0]] = i
+        return narrow
+
+    def _name(self, value: Value) -> str:
+        return self.calls[value.call].name if value.call >= 0 else ""
+
     def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
         """The lines of the step, and the places of the tensors behind each of its values."""
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
@@ -181,8 +197,10 @@ class Timeline:
         results: dict[int, int] = defaultdict(int)
         for value in self.values:
             results[value.call] += value.makes
+        instead, beside = set(self.narrow.values()), set[int]()
         for i in self._in_order():
             value, own = self.values[i], tuple(sorted(places[i]))
+            by_place = () if i in instead else tuple(sorted(places[self.narrow.get(i, i)]))
             first = self.until[value.memory] + 1 if self.born[value.memory] >= 0 else 0
             if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
@@ -200,16 +218,19 @@ class Timeline:
                     seconds, made_of = 0.0, (runs[value.call],)
                 seconds += self.rates.rebuild * len(own)
                 nbytes = value.storage if i in saved else None
+                if i in self.narrow:
+                    nbytes = call.reads[0].nbytes
+                    beside.add(len(planned))
                 made = Planned(nbytes, seconds, made_of, again=value.nbytes)
             index[i] = len(planned)
             planned.append(made._replace(made=first, until=first - 1))
-            behind.append(own)
+            behind.append(by_place)
         reads: dict[int, dict[int, None]] = defaultdict(dict)
         for _, value, call in self.saves:
             if value in index:
                 reads[self.mirrored(call)][index[value]] = None
         backward = [Moment(tuple(reads.get(moment, ()))) for moment in range(self.forward, 2 * self.forward)]
-        stock = frozenset(range(len(planned)))
+        stock = frozenset(range(len(planned))) - beside
         step = Step(planned, self.forward, backward, self.memory, stock, self.seconds, held)
         return Lines(step), tuple(behind)
 

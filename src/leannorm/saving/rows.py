@@ -12,26 +12,21 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from leannorm.ops.modes import in_no_mode
-from leannorm.saving.device import capturing
-from leannorm.saving.flags import Flags, current
-from leannorm.saving.graph import kind_of
-from leannorm.saving.recipes.views import cast_to
-from leannorm.saving.trial import layout, same_bits, without_autocast
-from leannorm.saving.values import Value
+from leannorm.ops.modes import capturing, in_no_mode
+from leannorm.saving.evidence import layout, same_bits
+from leannorm.saving.flags import Flags, without_autocast
 
 _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
 _OF_LOSS = _aten.nll_loss_backward.default
 _READERS = {"LogSoftmaxBackward0", "NllLossBackward0"}
-SOFTMAX = "LogSoftmaxBackward0"
 
 _ELEMENTS, _ON_DEVICE = 1 << 16, 1 << 24  # of a part: on a CPU it stays in the cache
 _ROWS = 16  # a part is a multiple of so many rows, so that it lies on an address as even as the whole
@@ -56,17 +51,7 @@ def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def in_rows(value: Value, tensor: Tensor) -> bool:
-    """Can this rebuilt log-softmax be read in parts, with the same bits?"""
-    step = value.step
-    if step is None or step.function is not torch.log_softmax:
-        return False
-    if tensor.dim() < 2 or step.constants not in ((-1,), (tensor.dim() - 1,)):
-        return False
-    return fits(tensor, step.flags)
-
-
-def fits(tensor: Tensor, flags: Flags | None) -> bool:
+def fits(tensor: Tensor, flags: Flags) -> bool:
     """Can such a log-softmax of its last dim be read in parts, with the same bits? Tried once per layout."""
     if not _SERVES or type(tensor) is not Tensor or not tensor.is_contiguous():
         return False
@@ -122,7 +107,7 @@ def _without_values(like: Tensor) -> Tensor:
 
 
 class Source(Protocol):
-    """What is rebuilt, or its rows are: a `Value`, or one of a recorded pass."""
+    """A log-softmax that is rebuilt, or its rows are."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -130,29 +115,20 @@ class Source(Protocol):
 
     def skip(self) -> None: ...
 
-    def read(self, flags: Flags | None = None) -> Tensor: ...
+    def read(self) -> Tensor: ...
 
-    def source_of_rows(
-        self, cast: Callable[..., Tensor], flags: Flags | None
-    ) -> tuple[Tensor, list[torch.dtype]]: ...
-
-
-def unbuilt(value: Value) -> Tensor | None:
-    """A tensor without memory for the node that reads `value` now; None if the node must have the tensor."""
-    if value.step is None or not _may_be_unbuilt() or value.step.flags is not current():
-        return None
-    return stand_in(value) if value.unread() else None
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]: ...
 
 
 def stand_in(value: Source) -> Tensor | None:
-    """The same for what its caller knows to be unread."""
+    """A tensor without memory for the node that reads `value` now; None if the node must have the tensor."""
     return Unbuilt(value, value.shape, value.dtype, value.device) if _may_be_unbuilt() else None
 
 
 def _may_be_unbuilt() -> bool:
     """Does the node that reads now read rows, or no values? Not where a mode or transform looks on."""
     node = torch._C._current_autograd_node()
-    if node is None or kind_of(node) not in _READERS or torch.is_grad_enabled():
+    if node is None or type(node).__name__ not in _READERS or torch.is_grad_enabled():
         return False
     modes = torch._C._len_torch_dispatch_stack()
     return not modes and torch._C._functorch.maybe_current_level() is None
@@ -195,7 +171,7 @@ class Unbuilt(Tensor):
 
 def _whole(x: Unbuilt) -> Tensor:
     with torch.no_grad(), without_autocast():
-        return x.value.read(current())
+        return x.value.read()
 
 
 def _of_torch(t: Tensor) -> bool:
@@ -238,7 +214,7 @@ class _Probe(Unbuilt):
 
     @staticmethod
     def _of(x: Tensor) -> Tensor:
-        return _Probe(Value(None), x.shape, x.dtype, x.device)
+        return _Probe(cast(Source, None), x.shape, x.dtype, x.device)
 
 
 @lru_cache
@@ -261,7 +237,7 @@ def _gradient_of(
     alone = gradient._base is None and owners == _owners_when_alone() and _of_torch(gradient)
     width = value.shape[-1]
     with without_autocast():
-        source, casts = value.source_of_rows(cast_to, current())
+        source, casts = value.source_of_rows()
         out = gradient if alone else torch.empty_like(gradient)
         x, g, made = (t.reshape(-1, width) for t in (source, gradient, out))
         for start, stop in _parts(value.shape, value.device):

@@ -42,12 +42,6 @@ def shared_as(local: Tensor, spec: Any) -> Tensor:
     return made
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A copy; of a DTensor, of its local tensor, since torch sends messages to copy partial sums."""
-    local = local_of(tensor)
-    return tensor.detach().clone() if local is None else shared_as(local.detach().clone(), spec_of(tensor))
-
-
 def counter_of(tensor: Tensor) -> Tensor | None:
     """A tensor without memory that shares the version counter of a DTensor; None for all else."""
     local = local_of(tensor)

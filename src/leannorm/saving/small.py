@@ -55,7 +55,7 @@ class AllKept:
 
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""
-        return [(*row[:4], False, None, "") for row in self._rows()]
+        return [(*row[:4], False, "") for row in self._rows()]
 
 
 class Alone:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from leannorm.saving.shards import local_of
-from leannorm.saving.steps import Step, behind
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _STATES = "torch.distributed._composable_state"
@@ -21,31 +20,23 @@ class Units:
     def __init__(self) -> None:
         self._owners: dict[int, Any] = {}  # by the weight's memory
         self._seen = 0  # groups of weights that have been gathered before
+        self.freed_first: Any = None  # the first unit of which that was asked, and which did not run
 
     @property
     def exist(self) -> bool:
         """Has this process sharded a module?"""
         return _FULLY_SHARD in sys.modules and bool(_modules())
 
-    def freed(self, step: Step) -> Any:
-        """A unit that does not run now, of whose weights a rebuild would read one; None if there is none.
+    def owner_runs(self, tensor: Tensor) -> int:
+        """0: it is no unit's weight; 1: of one that runs now; 2: of one that does not.
 
         What saves a tensor now reads it in its own backward pass, when the units run that run now.
         """
-        for value in behind(step.inputs):
-            unit = None if value.step or value.tensor is None else self._owner_of(value.tensor)
-            if unit is not None and unit._training_state.name != "FORWARD":
-                return unit
-        return None
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Is it a unit's weight, or a part of one?"""
-        return self._owner_of(tensor) is not None
-
-    def owner_runs(self, tensor: Tensor) -> int:
-        """0: it is no unit's weight; 1: of one that runs now; 2: of one that does not, as in `freed`."""
         unit = self._owner_of(tensor)
-        return 0 if unit is None else 1 if unit._training_state.name == "FORWARD" else 2
+        if unit is None or unit._training_state.name == "FORWARD":
+            return 0 if unit is None else 1
+        self.freed_first = unit if self.freed_first is None else self.freed_first
+        return 2
 
     def _owner_of(self, tensor: Tensor) -> Any:
         memory = tensor.untyped_storage()._cdata

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from leannorm._torch import left_to_python
-from leannorm.saving.evidence import RebuildError
-from leannorm.saving.trial import layout, same_bits
+from leannorm.saving.evidence import RebuildError, layout, same_bits
 
 
 def check_equal(rebuilt: Tensor, original: Tensor, name: str, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from leannorm._types import KeptByRowNorm, Maybe, Rows
 from leannorm.ops.backends import native
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.reference import _SLICE
-from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
+from leannorm.ops.backends.reference_rows import has_lines, rounded_then_weighted, shifted_weight
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics_dtype
 
@@ -21,14 +22,22 @@ class AtenRows(Backend):
 
     @torch.no_grad()
     def row_forward(
-        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
+        self,
+        x: Tensor,
+        residual: Maybe,
+        weight: Maybe,
+        bias: Maybe,
+        rows: Rows,
+        valid: Maybe = None,
+        gate: Maybe = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = x, residual, weight, bias, valid
+        given = x, residual, weight, bias, valid, gate
         size = _row_size(x, rows)
         # a cast between the norm and the weight, which torch does not have
         between = rows.cast_before and not rows.rms
-        if not size or valid is not None or between or not native.serves(*given):
-            return super().row_forward(*given[:4], rows, valid)
+        more = valid is not None or gate is not None or has_lines(weight, rows)
+        if not size or more or between or not native.serves(*given):
+            return super().row_forward(*given[:4], rows, valid, gate)
         total = x if residual is None else x + residual.to(x.dtype)
         if rows.rms:
             return self._rms_forward(total, weight, bias, rows, size)
@@ -48,20 +57,29 @@ class AtenRows(Backend):
         """Some rows at a time, so that temporaries stay in cache."""
         shape, dtype = x.shape[rows.start :], compute_dtype(x)
         flat = x.reshape(-1, *shape)
-        rstd = flat.new_empty(flat.shape[0], *(1,) * len(shape), dtype=dtype)
-        wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        y = flat.new_empty(flat.shape, dtype=wide if rows.cast_before else x.dtype)
         gamma = None if weight is None else shifted_weight(weight, rows.weight_offset, dtype)
-        for part in _row_parts(flat, size):
-            z = flat[part].to(dtype)
+
+        def normed(part: Tensor) -> tuple[Tensor, Tensor]:
+            z = part.to(dtype)
             square = z.square().sum([*range(1, flat.dim())], keepdim=True)
-            rstd[part] = (square.to(statistics_dtype(x)) / size + rows.eps).rsqrt_().to(dtype)
-            z = z * rstd[part]
+            rstd = square.to(statistics_dtype(x)).div_(size).add_(rows.eps).rsqrt_().to(dtype)
+            z = z * rstd
             if rows.cast_before:
                 z = rounded_then_weighted(z.to(x.dtype), weight, rows.weight_offset, 1, flat.dim())
             elif gamma is not None:
                 z.mul_(gamma)
-            y[part] = z if bias is None else z.add_(bias.to(z.dtype))
+            return z if bias is None else z.add_(bias.to(z.dtype)), rstd
+
+        wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        of_y = wide if rows.cast_before else x.dtype
+        if x.numel() <= _SLICE:
+            y, rstd = normed(flat)
+            y = y.to(of_y)
+        else:
+            y = flat.new_empty(flat.shape, dtype=of_y)
+            rstd = flat.new_empty(flat.shape[0], *(1,) * len(shape), dtype=dtype)
+            for part in _row_parts(flat, size):
+                y[part], rstd[part] = normed(flat[part])
         if not native.usual(rstd, rstd):
             return super().row_forward(x, None, weight, bias, rows)
         rstd = rstd.reshape(*x.shape[: rows.start], *(1,) * len(shape))
@@ -69,12 +87,22 @@ class AtenRows(Backend):
 
     @torch.no_grad()
     def row_backward(
-        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, mean, rstd, weight, valid = kept
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        kept: KeptByRowNorm,
+        rows: Rows,
+        want_affine: bool = True,
+        want_bias: bool | None = None,
+    ) -> tuple[Any, ...]:
+        x, mean, rstd, weight, valid, gate, *_ = kept
         size = _row_size(x, rows)
-        if not size or valid is not None or not native.serves(x, mean, rstd, weight, dy, dtotal):
-            return super().row_backward(dy, dtotal, kept, rows, want_affine)
+        more = valid is not None or gate is not None or has_lines(weight, rows) or (want_bias and rows.rms)
+        if not size or more or not native.serves(x, mean, rstd, weight, dy, dtotal):
+            return super().row_backward(dy, dtotal, kept, rows, want_affine, want_bias)
+        if rows.rms and x.numel() <= _SLICE:
+            dx, dweight = _rms_norm_backward(dy, dtotal, kept, rows, want_affine)
+            return dx, None if dweight is None else dweight.to(row_gradient_dtype(x, weight)), None
         near = not rows.rms and dy.dtype == x.dtype and native.near(mean, rstd)
         if near and x.dtype == compute_dtype(x):
             return _layer_norm_backward(dy, dtotal, kept, rows, want_affine)
@@ -101,7 +129,10 @@ class AtenRows(Backend):
         for part in _row_parts(flat, size):
             some = KeptByRowNorm(flat[part], mean[part], rstd[part], kept.weight)
             given = dy[part], None if through is None else through[part], some, of_flat
-            if near:
+            if rows.rms:
+                dx[part], dweight = _rms_norm_backward(*given, want_affine)
+                affine = [] if dweight is None else [dweight, dweight]
+            elif near:
                 some = some._replace(x=some.x.to(mean.dtype))
                 of_rows = _layer_norm_backward(dy[part].to(mean.dtype), given[1], some, of_flat, want_affine)
                 dx[part], affine = of_rows[0], [v for v in of_rows[1:] if v is not None]
@@ -127,10 +158,27 @@ def _row_parts(flat: Tensor, size: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, flat.shape[0], step))
 
 
+def _rms_norm_backward(
+    dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool
+) -> tuple[Tensor, Tensor | None]:
+    """dx and dweight by the reference's formula, in few tensors."""
+    x, _, rstd, weight, *_ = kept
+    dims, dtype, dweight = [*range(rows.start, x.dim())], rstd.dtype, None
+    xhat, g = x.to(dtype) * rstd, dy.to(dtype)
+    product = g * xhat
+    if want_affine:
+        dweight = product.sum([*range(rows.start)]) if rows.start else product.clone()
+    if weight is not None:
+        weight = shifted_weight(weight, rows.weight_offset, dtype)
+        g, product = g * weight, product.mul_(weight)
+    dx = torch.addcmul(g, xhat, product.mean(dims, keepdim=True), value=-1).mul_(rstd)
+    return (dx if dtotal is None else dx.add_(dtotal)).to(x.dtype), dweight
+
+
 def _layer_norm_backward(
     dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    x, mean, rstd, weight, _ = kept
+    x, mean, rstd, weight, *_ = kept
     shape, dtype = x.shape[rows.start :], compute_dtype(x)
     gamma = torch.ones(shape, dtype=dtype)
     gamma = gamma if weight is None else shifted_weight(weight, rows.weight_offset, dtype)

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from leannorm.ops.backends.reference import ChannelVerbs
-from leannorm.ops.backends.reference_modulated import ModulatedVerbs
+from leannorm.ops.backends.reference_gated import GatedVerbs
 from leannorm.ops.sums import SumVerbs
 
 
-class Backend(ChannelVerbs, ModulatedVerbs, SumVerbs, ABC):
+class Backend(ChannelVerbs, GatedVerbs, SumVerbs, ABC):
     """One implementation of the verbs. It inherits their definition in plain torch, and replaces it with
     kernels.
 

@@ -8,6 +8,7 @@ Triton for CUDA tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any, overload
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Maybe, Moments, Rows, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.backend import Backend
-from leannorm.ops.backends.reference_rows import rounded_then_weighted
+from leannorm.ops.backends.reference_rows import rounded_then_weighted, spread, summed_like
 from leannorm.ops.plan import channel_plan
+from leannorm.ops.precision import compute_dtype
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -55,6 +57,51 @@ def flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
+def apart(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """(rows, kept), each row contiguous; a copy only if the axes do not make it so."""
+    t = t.to(dtype).reshape(-1, prod(t.shape[start:]))
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def wider(t: Tensor | None, x: Tensor) -> bool:
+    """Whether t loses digits in the dtype of x."""
+    return t is not None and torch.promote_types(t.dtype, x.dtype) != x.dtype
+
+
+def _by_group(wide: Tensor, x: Tensor, start: int) -> bool:
+    """Whether v, spread to x's axes, has x's sizes on the first axes and size 1 after them."""
+    broadcast = False
+    for size, of_x in zip(wide.shape[:start], x.shape[:start], strict=True):
+        if of_x == 1:
+            continue
+        if broadcast and size != 1:
+            return False
+        broadcast = size == 1
+    return True
+
+
+def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
+    """Sums over each line's rows, of v's shape."""
+    if lines.numel() == v.numel():
+        return lines.view(v.shape)
+    return summed_like(lines.view(x.shape), v, start)
+
+
+def _of_lines(
+    dweight: Tensor, dbias: Tensor, dy: Tensor, kept: KeptByRowNorm, start: int, want_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a weight and a bias from those of their lines."""
+    x, _, _, weight, *_ = kept
+    assert weight is not None
+    if want_bias and dbias.shape != dweight.shape:  # the sum over one row is dy itself
+        alike = weight.shape == dy.shape
+        # never a view of dy, which autograd would take for a tensor of its own
+        dbias = dy if alike else summed_like(dy.to(dweight.dtype, copy=True), weight, start)
+    elif want_bias:
+        dbias = _from_lines(dbias, weight, x, start)
+    return _from_lines(dweight, weight, x, start), dbias
+
+
 def _is_dy(kept: KeptByChannelNorm) -> bool:
     """Whether the gradient before the activation is dy itself, so that kernels do not write it."""
     return kept.act == "identity" and kept.mask is None
@@ -80,6 +127,8 @@ def _increment_versions(buffers: Iterable[Tensor | None]) -> None:
 
 class Compiled(Backend):
     """Kernels behind operators; `ops` offers these by name. A verb that has an operator calls it."""
+
+    narrow_lines = False  # whether the kernels take lines of x's dtype, and sum in the arithmetic's
 
     def __init__(self, ops: Any = schema.OPS) -> None:
         self.ops = ops
@@ -177,35 +226,81 @@ class Compiled(Backend):
         dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant, *of_mask)
         return dx, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
 
+    def _lines(self, v: Maybe, x: Tensor, start: int) -> Maybe:
+        """v as lines (groups, row) of the arithmetic's dtype; a line per row may stay as it is.
+
+        What is broadcast otherwise, over samples but not over tokens, becomes a line for every row.
+        """
+        if v is None:
+            return None
+        wide = spread(v, x, start)
+        stays = v.dtype == x.dtype and (self.narrow_lines or v.numel() == x.numel())
+        if not _by_group(wide, x, start):
+            wide, stays = wide.expand(x.shape), False
+        return apart(wide, start, x.dtype if stays else compute_dtype(x))
+
     def row_forward(
-        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
+        self,
+        x: Tensor,
+        residual: Maybe,
+        weight: Maybe,
+        bias: Maybe,
+        rows: Rows,
+        valid: Maybe = None,
+        gate: Maybe = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The kernel takes any layout; it does not widen the output for a weight of a wider dtype."""
+        """The kernel takes any layout, with lines contiguous ones; it does not widen the output for a weight
+        of a wider dtype."""
         if rows.cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             plain = rows._replace(weight_offset=0.0, cast_before=False)
             y, total, mean, rstd = self.row_forward(x, residual, None, None, plain, valid)
             y = rounded_then_weighted(y, weight, rows.weight_offset, rows.start, rows.stop)
             return y, total, mean, rstd
-        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows, valid)
-        return y, x if residual is None else total, mean, rstd
+        given = x
+        if gate is not None or (weight is not None and weight.dim() > rows.stop - rows.start):
+            if x.numel() == 0 or wider(residual, x):
+                return super().row_forward(x, residual, weight, bias, rows, valid, gate)
+            x = x.contiguous()
+            weight, bias, gate = (self._lines(v, x, rows.start) for v in (weight, bias, gate))
+        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows, valid, gate)
+        return y, given if residual is None else total, mean, rstd
 
     def row_backward(
-        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        kept: KeptByRowNorm,
+        rows: Rows,
+        want_affine: bool = True,
+        want_bias: bool | None = None,
+    ) -> tuple[Any, ...]:
         """Computed in a dtype that represents dy, which is wider than x if a wider weight made the output
         so."""
-        x, mean, rstd, weight, valid = kept
+        x, mean, rstd, weight, valid, gate, residual, _, _ = kept
         start, stop, _, rms, weight_offset, _ = rows
-        input_dtype = x.dtype
+        want_bias = want_affine and (not rms if want_bias is None else want_bias)
+        lines = weight is not None and weight.dim() > stop - start
+        of_gate, input_dtype = gate, x.dtype
+        if lines or gate is not None:
+            if x.numel() == 0 or wider(residual, x):
+                return super().row_backward(dy, dtotal, kept, rows, want_affine, want_bias)
+            x = x.contiguous()
+            weight, of_gate = self._lines(weight, x, start), self._lines(gate, x, start)
         if dy.dtype is not input_dtype:
             dtype = torch.promote_types(dy.dtype, input_dtype)
             x, dtotal = x.to(dtype), None if dtotal is None else dtotal.to(dtype)
-        dx, dweight, dbias = self.ops.row_backward(
-            dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine, weight_offset, valid
+        settings = start, stop, rms, want_affine, want_bias, weight_offset
+        dx, dweight, dbias, dresidual, dgate = self.ops.row_backward(
+            dy, dtotal, x, mean, rstd, weight, *settings, valid, of_gate, residual
         )
+        if lines and want_affine:
+            dweight, dbias = _of_lines(dweight, dbias, dy, kept, start, want_bias)
         if dx.dtype is not input_dtype:
-            dx = dx.to(input_dtype)
-        return dx, dweight if want_affine else None, dbias if want_affine and not rms else None
+            dx, dresidual = dx.to(input_dtype), None if dresidual is None else dresidual.to(input_dtype)
+        dweight, dbias = dweight if want_affine else None, dbias if want_bias else None
+        if gate is None:
+            return dx, dweight, dbias
+        return dx, dweight, dbias, dresidual, None if dgate is None else _from_lines(dgate, gate, x, start)
 
     def move_running(self, running: Running, moments: Moments) -> None:
         """One operator if no buffer needs a gradient and the counter is int64, otherwise the plain

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from leannorm.ops.backends.compiled_modulated import CompiledModulated
+from leannorm.ops.backends.compiled_gated import CompiledGated
 from leannorm.ops.backends.library import load
 
 _UNAVAILABLE = load()
 
 
-class Cpu(CompiledModulated):
+class Cpu(CompiledGated):
     """The C++ kernels, on the CPU."""
 
     name = "cpu"

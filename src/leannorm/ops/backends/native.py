@@ -17,9 +17,11 @@ from leannorm.ops.modes import recorded, traced, transformed
 from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
 
 _ATEN = torch.ops.aten
+_batched = torch._C._functorch.is_legacy_batchedtensor
 _NEAR = 4.0  # standard deviations between 0 and a mean that costs no digit
-_USUAL = 1e-10, 1e10  # bounds of rstd: its square is far from the limits of float32
+LEAST_RSTD, _MOST_RSTD = 1e-10, 1e10  # bounds of rstd: its square is far from the limits of float32
 _OF_EPS = 16.0  # times eps: a larger variance is computed from 1 / sqrt(var + eps) to some 1e-7
+LEAST_EPS = 1e-20  # from which on no small variance makes rstd unusual
 _FEW = 8  # channels of a group: with fewer, torch's backward pass is several times slower in channels_last
 
 
@@ -28,7 +30,7 @@ def usual(mean: Tensor, rstd: Tensor) -> bool:
     if not rstd.numel():
         return False
     low, high = torch.aminmax(rstd)
-    return bool(low > _USUAL[0]) and bool(high < _USUAL[1]) and bool(mean.sum().isfinite())
+    return bool(low > LEAST_RSTD) and bool(high < _MOST_RSTD) and bool(mean.sum().isfinite())
 
 
 def far(mean: Tensor, rstd: Tensor) -> bool:
@@ -40,15 +42,35 @@ def near(mean: Tensor, rstd: Tensor) -> bool:
     return usual(mean, rstd) and not far(mean, rstd)
 
 
+def is_exact(mean: Tensor, rstd: Tensor) -> bool:
+    """`near` where eps is at least `LEAST_EPS`, in fewer calls of operators."""
+    least, most = torch.aminmax(rstd)
+    if not least.item() > LEAST_RSTD:
+        return False
+    low, high = torch.aminmax(mean)
+    return max(-low.item(), high.item()) * most.item() <= _NEAR or not far(mean, rstd)
+
+
+def is_exact_by_variance(mean: Tensor, var: Tensor, eps: float = 0.0) -> bool:
+    """The same by the variance, to which eps has not been added."""
+    low, high = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / _NEAR**2))
+    return low.item() >= -eps and high.item() < LEAST_RSTD**-2
+
+
 def dense(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=memory_format(x))
+    return x.is_contiguous() or x.is_contiguous(memory_format=memory_format(x))
 
 
 def serves(x: Tensor, *others: Tensor | None) -> bool:
     """Whether these are plain tensors and nothing records the computation."""
     if traced() or transformed(x, *others) or recorded(x, *others):
         return False
-    return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in (x, *others) if t is not None)
+    given = [t for t in (x, *others) if t is not None]
+    if any(
+        map(_batched, given)
+    ):  # by autograd.grad(is_grads_batched=True): torch's norms have no rule for it
+        return False
+    return x.numel() > 0 and all(type(t) in (Tensor, Parameter) for t in given)
 
 
 def adds_in_a_row(x: Tensor) -> bool:
@@ -66,10 +88,10 @@ def batch_moments(x: Tensor) -> tuple[Tensor, Tensor] | None:
     if not bool(torch.addcmul(var, mean, mean, value=-1 / _NEAR**2).min() >= 0):
         return None
     low, high = torch.aminmax(var)
-    if not bool(high < _USUAL[0] ** -2):
+    if not bool(high < LEAST_RSTD**-2):
         return None
-    if bool(low <= _USUAL[1] ** -2):
-        few = var <= _USUAL[1] ** -2
+    if bool(low <= _MOST_RSTD**-2):
+        few = var <= _MOST_RSTD**-2
         if bool(var[few].any()) or bool(x[:, few].any()):
             return None  # unless the channels are all zeros
     return mean, var

@@ -283,7 +283,7 @@ class ChannelVerbs(RunningVerbs):
 
         def mean(s: Tensor) -> Tensor:
             s = s if weight is None else s * weight.to(s.dtype)
-            return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / at_least_one(count)
+            return (s if groups == 0 else s.reshape(s.shape[0], groups, -1).sum(2)) / at_least_one(count)
 
         return mean(sums[0]), mean(sums[1])
 

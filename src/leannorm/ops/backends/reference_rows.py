@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,28 @@ from leannorm.ops.precision import (
 )
 
 
+def has_lines(v: Tensor | None, rows: Rows) -> bool:
+    """Whether a parameter has axes before those of the normalized shape."""
+    return v is not None and v.dim() > rows.stop - rows.start
+
+
+def spread(v: Tensor, x: Tensor, start: int) -> Tensor:
+    """v, with an axis of size 1 for each axis of x before the normalized ones that it lacks."""
+    leading = v.dim() - (x.dim() - start)
+    return v.reshape(*v.shape[:leading], *(1,) * (start - leading), *v.shape[leading:])
+
+
+def summed_like(g: Tensor, v: Tensor, start: int) -> Tensor:
+    """g, of the input's shape, summed over the axes that v is broadcast over."""
+    wide = spread(v, g, start)
+    axes = [d for d in range(start) if wide.shape[d] == 1 and g.shape[d] != 1]
+    return (g.sum(axes, keepdim=True) if axes else g).reshape(v.shape)
+
+
 def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
-    """weight or bias of the normalized shape, spread so that it broadcasts against x."""
+    """weight or bias, spread so that it broadcasts against x."""
+    if v.dim() > stop - start:
+        return spread(v, x, start)
     return v.reshape(*x.shape[start:stop], *(1,) * (x.dim() - stop))
 
 
@@ -49,7 +71,9 @@ def of_valid(valid: Tensor | None, v: MaybeTensor) -> MaybeTensor:
 class RowVerbs:
     """Statistics of every row: layer and RMS norm over the axes start..stop-1.
 
-    `valid` is bool, of the statistics' shape: a row for which it is False is not read, and gets zeros.
+    `valid` is bool, of the statistics' shape: a row for which it is False is not read, and gets zeros. The
+    weight, with it the bias, and the gate of a residual may have lines: some of the input's leading axes,
+    each of its size or 1, then the normalized shape; over the other axes they are broadcast.
     """
 
     def row_moments(self, x: Tensor, rows: Rows, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -89,21 +113,37 @@ class RowVerbs:
         y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
         return in_dtype(y, x.dtype)
 
+    def add_residual(self, x: Tensor, residual: Tensor, gate: Tensor | None, start: int) -> Tensor:
+        """x + gate * residual, rounded once."""
+        dtype = compute_dtype(x)
+        added = residual.to(dtype)
+        added = added if gate is None else spread(gate, x, start).to(dtype) * added
+        return in_dtype(x.to(dtype) + added, x.dtype)
+
     def row_forward(
-        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
+        self,
+        x: Tensor,
+        residual: Maybe,
+        weight: Maybe,
+        bias: Maybe,
+        rows: Rows,
+        valid: Maybe = None,
+        gate: Maybe = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, x + residual (x itself without one), mean, rstd."""
-        total = x if residual is None else of_valid(valid, x + residual.to(x.dtype))
+        """y, x + gate * residual (x itself without one), mean, rstd."""
+        total = x if residual is None else of_valid(valid, self.add_residual(x, residual, gate, rows.start))
         mean, rstd = self.row_moments(total, rows, valid)
         y = self.row_normalize(of_valid(valid, total), mean, rstd, weight, bias, rows)
         return of_valid(valid, y), total, mean, rstd
 
     def row_grad_sums(self, dy: Tensor, kept: KeptByRowNorm, rows: Rows) -> tuple[Tensor, Tensor]:
-        """dweight = sum over rows of dy * (x - mean) * rstd; dbias = sum of dy."""
-        x, mean, rstd, *_ = kept
+        """dweight = sum of dy * (x - mean) * rstd over the rows of each line; dbias = sum of dy."""
+        x, mean, rstd, weight, *_ = kept
         dy, shape = dy.to(mean.dtype), x.shape[rows.start : rows.stop]
         dims = [d for d in range(x.dim()) if not rows.start <= d < rows.stop]
         dgamma, dbeta = dy * ((x.to(mean.dtype) - mean) * rstd), dy
+        if weight is not None and has_lines(weight, rows):
+            return summed_like(dgamma, weight, rows.start), summed_like(dbeta, weight, rows.start)
         if dims:
             dgamma, dbeta = dgamma.sum(dims), dbeta.sum(dims)
         return dgamma.reshape(shape), dbeta.reshape(shape)
@@ -116,7 +156,7 @@ class RowVerbs:
         Written here with xhat = (x - mean)*rstd instead of x, which is the same formula without the
         cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
         """
-        x, mean, rstd, weight, _ = kept
+        x, mean, rstd, weight, *_ = kept
         start, stop = rows.start, rows.stop
         dims = tuple(range(start, stop))
         count = max(row_plan(x.shape, start, stop).kept, 1)
@@ -132,17 +172,34 @@ class RowVerbs:
         return (dx if dtotal is None else dx + dtotal.to(dx.dtype)).to(x.dtype)
 
     def row_backward(
-        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None unless requested; RMS: no
-        bias)."""
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        kept: KeptByRowNorm,
+        rows: Rows,
+        want_affine: bool = True,
+        want_bias: bool | None = None,
+    ) -> tuple[Any, ...]:
+        """dx, dweight, dbias (the weight's or normalized shape, `row_gradient_dtype`; None unless requested),
+        and with a gate what `gate_backward` gives. A bias is requested unless it is an RMS norm."""
         valid = kept.valid
         if valid is not None:
             dy, dtotal = of_valid(valid, dy), of_valid(valid, dtotal)
             kept = kept._replace(x=of_valid(valid, kept.x))
         dx = self.row_input_grad(dy, dtotal, kept, rows)
-        if not want_affine:
-            return dx, None, None
-        dweight, dbias = self.row_grad_sums(dy, kept, rows)
-        dtype = row_gradient_dtype(kept.x, kept.weight)
-        return dx, dweight.to(dtype), None if rows.rms else dbias.to(dtype)
+        dweight = dbias = None
+        if want_affine:
+            sums, dtype = self.row_grad_sums(dy, kept, rows), row_gradient_dtype(kept.x, kept.weight)
+            dweight, dbias = (v.to(kept.mean.dtype if has_lines(kept.weight, rows) else dtype) for v in sums)
+        dbias = dbias if want_bias or (want_bias is None and not rows.rms) else None
+        return dx, dweight, dbias, *(() if kept.gate is None else self.gate_backward(dx, kept, rows))
+
+    def gate_backward(self, dtotal: Tensor, kept: KeptByRowNorm, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the residual, and of its gate if the residual is given."""
+        gate, residual = kept.gate, kept.residual
+        if gate is None:
+            return dtotal, None
+        dtype = compute_dtype(dtotal)
+        wide = dtotal.to(dtype)
+        dgate = None if residual is None else summed_like(wide * residual.to(dtype), gate, rows.start)
+        return (wide * spread(gate, dtotal, rows.start).to(dtype)).to(dtotal.dtype), dgate

@@ -15,6 +15,7 @@ from leannorm.report.memory import check_device
 from leannorm.report.memory_report import MemoryReport, note_on_times, setting_table, timeline_section
 from leannorm.report.profile import profile
 from leannorm.report.render import Fact, PagedReport, Section, line_figure, page
+from leannorm.report.settings import code_of
 
 NEXT = "For a model of yours: leannorm profile timm:resnet50 --input 8x3x224x224 --report mine.html"
 
@@ -125,10 +126,11 @@ def demo(
 
 def _facts(one: Saved) -> list[Fact]:
     stock, lean = one.steps.settings[0], one.leanest
+    code = code_of(lean.name).removeprefix("leannorm.")
     return [
         Fact(
             f"{lean.kept / stock.kept:.2f} ×",
-            f'bytes kept by {one.network} under lean("{lean.name}"), at {lean.time_ratio:.2f} × the time',
+            f"bytes kept by {one.network} under {code}, at {lean.time_ratio:.2f} × the time",
         ),
         Fact(f"{one.larger_batch:.1f} ×", f"largest batch of {one.network} in {one.batches.available}"),
     ]

@@ -1,6 +1,6 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `rows.py`, `modulated.py` and `statistics.py` implement every operator
+`channel.py`, `channel_gradients.py`, `rows.py`, `gated.py` and `statistics.py` implement every operator
 of `schema.py`, each under its name. They are registered for CUDA here and imported by the first call, since
 importing Triton takes longer than importing this whole package. With TRITON_INTERPRET=1 in the environment
 the kernels are interpreted: then they also take CPU tensors, but only if the backend is chosen by name
@@ -24,7 +24,7 @@ from torch.autograd import profiler
 from leannorm._types import Epilogue, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.compiled import dense, flat
-from leannorm.ops.backends.compiled_modulated import CompiledModulated
+from leannorm.ops.backends.compiled_gated import CompiledGated
 from leannorm.ops.modes import traced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -59,20 +59,18 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _room(operator: str) -> str:
-    if operator.endswith("as_torch"):
-        return "as_torch"
     if operator in schema.BETWEEN or operator == "message_of":
         return "statistics"
-    if operator.startswith(("row_ada", "row_gate")):
-        return "modulated"
+    if operator.startswith("row_gated"):
+        return "gated"
     if operator.startswith("row"):
         return "rows"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
-_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN)
+_OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
 # kernels without an operator
-_FUNCTIONS = ("message_of", "channel_evaluate", "channel_as_torch", "row_as_torch")
+_FUNCTIONS = ("message_of", "channel_evaluate")
 _NAMES = _OPERATORS + _FUNCTIONS
 
 
@@ -135,7 +133,7 @@ if _UNAVAILABLE is None:
         schema.LIBRARY.impl(_operator, imported_by_call(_operator), "CUDA")
 
 
-class Triton(CompiledModulated):
+class Triton(CompiledGated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
@@ -179,16 +177,6 @@ class Triton(CompiledModulated):
         x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
         arguments = x, mean, var, float(eps), weight, bias, residual, act
         y: Tensor = _kernels.channel_evaluate.call(arguments, lambda *_: both(x, running, eps, epilogue))
-        return y
-
-    def channel_as_torch(self, *arguments: Any) -> Tensor:
-        """As the function of this name in `as_torch.py`."""
-        y: Tensor = _kernels.channel_as_torch.call(arguments, _kernels.channel_as_torch)
-        return y
-
-    def row_as_torch(self, *arguments: Any) -> Tensor:
-        """As the function of this name in `as_torch.py`."""
-        y: Tensor = _kernels.row_as_torch.call(arguments, _kernels.row_as_torch)
         return y
 
     def message_of(

@@ -26,10 +26,10 @@ from leannorm.ops.backends.triton.row_forward_kernels import beyond_float32, rst
 
 @triton.jit(do_not_specialize=["rows", "kept", "tiles", "parts", "groups", "step"])
 def gate_backward(
-    dtotal, branch, gate, dbranch, dgate, rows, kept, tiles, parts, groups, step,
+    dtotal, residual, gate, dresidual, dgate, rows, kept, tiles, parts, groups, step,
     EACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a gated branch and of its gate, for BLOCK values of a row.
+    """The gradients of a gated residual and of its gate, for BLOCK values of a row.
 
     `parts` programs go through the `tiles` of each group of `rows`, which share a line of the gate; with EACH
     every row has a line, whose gradient is written at once. Moves 3 s bytes per element in one launch;
@@ -43,10 +43,10 @@ def gate_backward(
     k = block_of_row(tl.program_id(0) // (parts * groups), kept, TILE)
     group = (program // parts).to(tl.int64)
     dtotal += group * rows * kept
-    dbranch += group * rows * kept
+    dresidual += group * rows * kept
     gate += group * (step // TILE.vector * TILE.vector)
-    if branch is not None:
-        branch += group * rows * kept
+    if residual is not None:
+        residual += group * rows * kept
         sums = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program % parts, tiles, parts, num_stages=2):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
@@ -56,14 +56,14 @@ def gate_backward(
             g = line(gate, 1, step, row, exists, k, kept, dtype, TILE)
         else:
             g = parameter(gate, k, kept, dtype)
-        tl.store(dbranch + start + offset, (d * g).to(dbranch.dtype.element_ty), inside)
-        if branch is not None:
-            other = tl.load(branch + start + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
+        tl.store(dresidual + start + offset, (d * g).to(dresidual.dtype.element_ty), inside)
+        if residual is not None:
+            other = tl.load(residual + start + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
             if EACH:
                 tl.store(dgate + start + offset, rounded_for(dgate, d * other), inside)
             else:
                 sums += d * other
-    if branch is not None and not EACH:
+    if residual is not None and not EACH:
         share = program.to(tl.int64) * kept + k
         tl.store(dgate + share, rounded_for(dgate, tl.sum(sums, 0)), k < kept)
 

@@ -4,7 +4,10 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
 
     forward      one launch, 2 S (4 S with a residual)
     backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
-                 shares of dweight and dbias; for rows longer than a tile three, 5 S (6 S)
+                 shares of dweight and dbias, where several go through a group; for rows longer than a tile
+                 three, 5 S (6 S). A weight that has a line for each row has no sums: 5 S in one launch, 1 S
+                 of them lines and 1 S dweight
+    with a gate  one launch more, 3 S, and the shares' sum
 
 Rows that a mask leaves out are not read: each load is masked off there, and zeros are written. Contiguous
 rows of a view, such as the heads of q, k and v, are read where they are (`row_views`).
@@ -12,6 +15,7 @@ rows of a view, such as the heads of q, k and v, are read where they are (`row_v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +24,7 @@ from torch import Tensor
 
 from leannorm._types import MaybeTensor
 from leannorm.ops.backends.compiled import flat
-from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
+from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels, row_gate_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.row_views import NO_VIEW, View, view_of
@@ -54,7 +58,29 @@ class Line(NamedTuple):
     step: int | None = None
 
 
-NO_LINE = Line(None)
+def _lines(v: Tensor | None, x: Tensor, plan: Plan) -> Line:
+    """v as one line, or as lines for x's rows, copied unless their step is a multiple of the width of
+    loads."""
+    if v is None or v.numel() == plan.kept:
+        return Line(flat(v))
+    rows = plan.outer
+    if v.dim() != 2 or v.shape[1] != plan.kept or not v.shape[0] or rows % v.shape[0]:
+        raise RuntimeError(f"lines are (groups, {plan.kept}) of {rows} rows, got {tuple(v.shape)}")
+    step = v.stride(0)
+    if v.stride(1) != 1 or step % tiles.vector(v.shape[1], 1):
+        v, step = v.contiguous(), v.shape[1]
+    return Line(v, rows // v.shape[0], step)
+
+
+def _check_lines(x: Tensor, stop: int, lines: Sequence[Line], gate: Line, valid: Tensor | None) -> bool:
+    """Whether there are lines or a gate; they are for contiguous rows without a mask."""
+    there = gate.values is not None or any(line.each is not None for line in lines)
+    if there and (stop != x.dim() or not x.is_contiguous() or valid is not None):
+        raise RuntimeError(
+            "with a gate or lines of a weight, x must be contiguous rows without a mask, its strides are "
+            f"{x.stride()}"
+        )
+    return there
 
 
 def run(
@@ -110,7 +136,7 @@ def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
     size = x.element_size()
     parameters = max((p.values.element_size() for p in (weight, bias) if p.values is not None), default=0)
     pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
-    lines = weight.each is not None
+    lines = weight.each is not None or gate.each is not None
     tile = tiles.forward(plan.kept, plan.inner, size, pressed or lines, lines)
     if parameters > size:
         tile = unspilled(tile, x, 96)
@@ -154,6 +180,7 @@ def row_forward(
     weight_offset: float = 0.0,
     cast_before: bool = False,
     valid: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
@@ -162,12 +189,15 @@ def row_forward(
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
+    whole = row_plan(x.shape, start, stop)
+    of_gate, of_weight, of_bias = (_lines(v, x, whole) for v in (gate, weight, bias))
+    lines = _check_lines(x, stop, (of_weight, of_bias), of_gate, valid)
     y = empty_like(x) if residual is None else None
-    view = None if y is None else view_of(start, stop, x, y)
-    dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
+    view = None if y is None or lines else view_of(start, stop, x, y)
+    dense, plan = (x, whole) if view else _dense(x, start, stop)
     y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    inputs = dense, _like(dense, residual), NO_LINE, Line(flat(weight)), Line(flat(bias))
+    inputs = dense, _like(dense, residual), of_gate, of_weight, of_bias
     results = y, None if residual is None else total, mean, rstd, valid
     call = ForwardCall(*inputs, *results, plan, eps, rms, float(weight_offset), cast_before)
     run_forward(call, view or NO_VIEW)
@@ -187,30 +217,63 @@ def row_backward(
     stop: int,
     rms: bool,
     want_affine: bool,
+    want_bias: bool,
     weight_offset: float = 0.0,
     valid: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     _check(valid, mean)
+    whole = row_plan(x.shape, start, stop)
+    line, of_gate = _lines(weight, x, whole), _lines(gate, x, whole)
+    lines = _check_lines(x, stop, (line,), of_gate, valid)
 
     def affine(wanted: bool) -> Tensor:
+        if line.each is not None and weight is not None:
+            return empty(weight.shape if wanted else (0,), weight.dtype, x.device)
         shape = x.shape[start:stop] if wanted else (0,)
         return empty(shape, row_gradient_dtype(x, weight), x.device)
 
-    dweight, dbias = affine(want_affine), affine(want_affine and not rms)
+    want_bias = want_bias and want_affine and line.each != 1  # the sum of dy over one row is dy
+    dweight, dbias = affine(want_affine), affine(want_bias)
     if x.numel() == 0:
-        return torch.empty_like(x), dweight.zero_(), dbias.zero_()
+        return torch.empty_like(x), dweight.zero_(), dbias.zero_(), None, None
     dx = empty_like(x)
-    view = None if dtotal is not None else view_of(start, stop, dy, x, dx)
-    dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
+    view = None if dtotal is not None or lines else view_of(start, stop, dy, x, dx)
+    dense, plan = (x, whole) if view else _dense(x, start, stop)
     dx = dx if dense is x else empty_like(dense)
     inputs = dy if view else _like(dense, dy), _like(dense, dtotal), dense
     statistics = mean.contiguous(), rstd.contiguous(), valid
-    of_affine = dweight if want_affine else None, dbias if want_affine and not rms else None
-    call = BackwardCall(
-        *inputs, *statistics, Line(flat(weight)), dx, *of_affine, plan, rms, float(weight_offset)
-    )
+    of_affine = dweight if want_affine else None, dbias if want_bias else None
+    call = BackwardCall(*inputs, *statistics, line, dx, *of_affine, plan, rms, float(weight_offset))
     run_backward(call, view or NO_VIEW)
-    return _in_layout_of(x, dx, dense), dweight, dbias
+    of_residual = (None, None) if gate is None else _gate_backward(dx, _like(dx, residual), of_gate, plan)
+    return _in_layout_of(x, dx, dense), dweight, dbias, *of_residual
+
+
+def _gate_backward(
+    dtotal: Tensor, residual: Tensor | None, gate: Line, plan: Plan
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the residual, and of its gate if the residual is given."""
+    assert gate.values is not None
+    groups, rows = grouped(gate, plan)
+    dresidual = empty_like(dtotal)
+    dgate = None if residual is None else empty(gate.values.shape, gate.values.dtype, dtotal.device)
+    tile = tiles.elementwise(plan.kept)
+    count, blocks = tile.needed(rows, 1), -(-plan.kept // tile.block)
+    parts = min(count, max(8 * processors(dtotal.device) // blocks // groups, 1))
+    by_row = dgate is None or gate.each == 1
+    shares = Shares(dgate, None, 1 if by_row else parts, plan.kept, compute_dtype(dtotal), groups)
+    run(
+        row_gate_kernels.gate_backward,
+        parts * groups * blocks,
+        *(dtotal, tile, plan),
+        *(dtotal, residual, gate.values, dresidual, shares.dweight, rows, plan.kept, count, parts, groups),
+        plan.kept if gate.step is None else gate.step,
+        EACH=gate.each == 1,
+    )
+    shares.add_up()
+    return dresidual, dgate
 
 
 class BackwardCall(NamedTuple):

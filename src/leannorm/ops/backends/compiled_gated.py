@@ -1,0 +1,53 @@
+"""The verbs of `reference_gated.py` as calls of operators, which see a tensor as (rows, kept).
+
+Tensors of a wider dtype than the input, which no kernel takes, are computed by the reference's formula.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from leannorm._types import Gating, KeptByGatedNorm, Maybe
+from leannorm.ops.backends.compiled import Compiled, apart, wider
+from leannorm.ops.plan import row_statistics_shape
+from leannorm.ops.precision import compute_dtype
+
+
+class CompiledGated(Compiled):
+    """Kernels for a gate of the input's shape."""
+
+    def row_gated_forward(
+        self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating
+    ) -> tuple[Tensor, Tensor]:
+        start, *settings = gating
+        if x.numel() == 0 or wider(gate, x) or (gating.cast_before and wider(weight, x)):
+            return super().row_gated_forward(x, gate, weight, gating)
+        both = [apart(t, start, x.dtype) for t in (x, gate)]
+        y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *settings)
+        return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
+
+    def row_gated_backward(
+        self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, gate, rstd, weight = kept
+        start, _, act, norm_before_gate, _ = gating
+        if x.numel() == 0 or wider(dy, x) or wider(gate, x):
+            return super().row_gated_backward(dy, kept, gating, want_affine)
+        three = [apart(t, start, x.dtype) for t in (dy, x, gate)]
+        others = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
+        dx, dgate, dweight = self.ops.row_gated_backward(*three, *others)
+        dgate = dgate.view(x.shape)
+        return (
+            dx.view(x.shape),
+            dgate if gate.dtype == x.dtype else dgate.to(gate.dtype),
+            dweight.view(x.shape[start:]) if want_affine else None,
+        )
+
+    @staticmethod
+    def _weight(x: Tensor, weight: Tensor | None, start: int) -> Tensor:
+        dtype = compute_dtype(x)
+        if weight is None:
+            return x.new_ones(prod(x.shape[start:]), dtype=dtype)
+        return weight.to(dtype).contiguous().view(-1)

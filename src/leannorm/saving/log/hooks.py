@@ -1,0 +1,355 @@
+"""The saved-tensor hooks: a tensor is saved by its value, and read back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import _disable_current_modes
+
+from leannorm._torch import left_to_python
+from leannorm.saving.flags import Flags, current
+from leannorm.saving.log.log import Log
+from leannorm.saving.log.recorder import COMPILED, OWN, THREAD, is_of_checkpoint
+from leannorm.saving.log.replay import Replay
+from leannorm.saving.log.tensors import (
+    Geometry,
+    alias_of,
+    beside,
+    counter_of,
+    geometry_of,
+    is_plain,
+    matches,
+    shown,
+)
+from leannorm.saving.log.values import DROPPED, HELD, Cause, Why
+from leannorm.saving.log.walk import decide, hold_again
+from leannorm.saving.shards import PLAIN
+from leannorm.saving.shards import counter_of as counter_of_shared
+
+
+class _OfPython:
+    """What saving/recorded.py hands to the log, whichever it is."""
+
+    with_flags: Callable[[Flags, Any], Tensor]
+    others: Callable[[Any], Tensor]
+    local: Callable[[Tensor], Tensor | None]
+    spec: Callable[[Tensor], Any]
+    shared: Callable[[Tensor, Any], Tensor]
+    compare: Callable[[Tensor, Tensor, str, str], None]
+    in_rows: Callable[[Tensor, Flags], bool]
+    unbuilt: Callable[[Any, list[int], torch.dtype], Tensor | None]
+
+
+PYTHON = _OfPython()
+
+
+class Other:
+    """A tensor that the log keeps and cannot read, such as a sparse one; there as long as a node has it."""
+
+    __slots__ = ("__weakref__", "dtype", "nbytes", "place", "sizes")
+
+    def __init__(self, told: tuple[Sequence[int], int, int], dtype: torch.dtype) -> None:
+        (self.sizes, self.place, self.nbytes), self.dtype = told, dtype
+
+
+_ALIVE = set[int]()
+
+
+def alive() -> int:
+    """Tensors that nodes have saved, in all passes."""
+    return len(_ALIVE)
+
+
+class Saved:
+    """What a node keeps in the place of a tensor: a value as a view shows it, or a tensor that is kept."""
+
+    __slots__ = (
+        "counter",
+        "is_leaf",
+        "layer",
+        "log",
+        "original",
+        "other",
+        "shape",
+        "spec",
+        "tensor",
+        "value",
+        "version",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        _ALIVE.add(id(self))
+        self.log: Log | None = None
+        self.value, self.version = -1, 0
+        self.shape: Geometry | None = None  # none: as the value was made
+        self.counter: Tensor | None = None
+        self.tensor: Tensor | None = None
+        self.original: Tensor | None = None  # under verify, what a rebuild is compared with
+        self.layer: str | None = None  # that saved it
+        self.other: Other | None = None
+        self.spec: Any = None  # how ranks share the DTensor whose local tensor the value is
+        self.is_leaf = False
+
+    def __del__(self) -> None:
+        _ALIVE.discard(id(self))
+        log = self.log
+        if log is None:
+            return
+        if self.is_leaf:
+            log.leaves[self.value] = log.leaves.get(self.value, 1) - 1
+        log.gone.append(self.value)
+        if not log._depth:
+            with log:
+                pass
+
+    def check_version(self) -> None:
+        if self.counter is None or self.counter._version == self.version:
+            return
+        now = self.counter._version
+        if self.log is not None:
+            sizes = (self.shape or self.log.values[self.value].made).sizes
+        else:
+            sizes = (self.counter if self.tensor is None else self.tensor).shape
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [tensor of shape {list(sizes)}] is at version {now}; expected version {self.version} instead."
+            " leannorm.lean() needs it for the backward pass: edit a copy of it, or edit it after backward()."
+        )
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """A parameter, or a view of one: it exists without autograd, also where it is frozen."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and (base.requires_grad or isinstance(base, torch.nn.Parameter))
+
+
+def _is_of_node(tensor: Tensor, name: str) -> bool:
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == name
+
+
+def _is_made_by_checkpoint(tensor: Tensor) -> bool:
+    """Is it the output of a checkpoint that is a function of autograd's (use_reentrant=True)?"""
+    node = tensor.grad_fn
+    forward = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+    return is_of_checkpoint(forward)
+
+
+def _kept(log: Log | None, tensor: Tensor) -> Tensor:
+    """The tensor without its graph, which could lead back to the node that saves it."""
+    if tensor.grad_fn is None:
+        return tensor
+    if type(tensor) in PLAIN:
+        return alias_of(tensor)
+    with _disable_current_modes():
+        return tensor.detach()
+
+
+@left_to_python
+def record_pack(tensor: Tensor) -> Saved:
+    """The pack hook."""
+    log, saved = THREAD.log, Saved()
+    if type(tensor) not in PLAIN:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _pack(log, saved, tensor)
+    return _pack(log, saved, tensor)
+
+
+def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
+    if log is not None:
+        log.packs += 1
+    local = tensor
+    keeps = log is None or log.busy or (tensor.is_leaf and tensor.requires_grad)
+    if not keeps and not is_plain(tensor):
+        assert log is not None
+        own = PYTHON.local(tensor) if log.subclasses else None
+        if own is not None:
+            local, saved.spec = own, PYTHON.spec(tensor)
+        if not is_plain(local):
+            keeps = True
+            with log:
+                told = log.passes[-1].other(tensor)
+                if told is not None:
+                    saved.other = Other(told, tensor.dtype)
+                    log.others.append(weakref.ref(saved.other))
+    if keeps or log is None:
+        saved.tensor = _kept(log, tensor)
+        if not tensor.is_inference():
+            saved.counter, saved.version = saved.tensor, tensor._version
+        return saved
+    saved.version = tensor._version
+    if saved.spec is None:
+        with beside():
+            saved.counter = counter_of(tensor)
+    else:
+        saved.counter = counter_of_shared(tensor)
+    with log:
+        if log.unsettled:
+            log.settle()
+        layer = log.passes[-1].layer
+        if layer is not None:
+            saved.original, saved.layer = alias_of(local), layer()
+        log.busy = True
+        try:
+            _save(log, saved, local, tensor)
+        finally:
+            log.busy = False
+        if saved.tensor is not None and saved.spec is not None:
+            saved.tensor = _kept(log, tensor)
+    return saved
+
+
+def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
+    """Save the tensor by its value. `whole`: what the node saves, of which it is this rank's part."""
+    if _is_of_node(whole, "CompiledFunctionBackward"):
+        log.meets(COMPILED)
+    v = log.value_or_new(tensor)
+    x = log.values[v]
+    if x.copied:  # for others; this node reads the memory itself, as in plain PyTorch
+        saved.tensor = tensor if whole.grad_fn is None else alias_of(tensor)
+        return
+    shape = geometry_of(tensor)
+    saved.shape = None if shape == x.made else shape
+    saved.log, saved.value = log, v
+    x.saves += 1
+    x.refs += 1
+    x.left += 1
+    log.alive += 1
+    if not x.listed and not x.parameter:
+        x.parameter = is_parameter(whole)
+        if not x.parameter:
+            x.listed, x.number = True, len(log.listed)
+            log.listed.append(v)
+    follower = log.passes[-1].follower
+    movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= log.policy.smallest
+    leaf = (
+        whole.grad_fn is None and not movable
+    )  # autograd reads what it holds, also where its data is replaced
+    if leaf:
+        saved.tensor = tensor
+        if saved.spec is None:
+            saved.is_leaf = True
+            log.leaves[v] = log.leaves.get(v, 0) + 1
+    planned = follower.has_place(x, whole)
+    drops = not planned or follower.drops(log, x, tensor)
+    if log.times is not None:
+        log.times.saved(log, follower, planned, v, whole)
+    if not drops:
+        if x.state == DROPPED:
+            hold_again(log, v, alias_of(tensor), *follower.cause)
+        x.why, x.cause = follower.cause.why, follower.cause
+    shows_more = saved.shape is not None and saved.shape.extent > x.made.extent
+    if x.state == DROPPED:
+        if shows_more and not leaf:
+            saved.tensor = alias_of(tensor)
+        return
+    if x.held is None:
+        x.held, x.state = alias_of(tensor), HELD
+    if shows_more:
+        x.call = -1  # other memory than its call has made
+    if movable:
+        log.to_move.append(v)
+    if not leaf and drops:
+        decide(log, v)
+    if x.why == Why.NOT_AT_HAND and _is_made_by_checkpoint(whole):
+        x.why, x.cause = Why.CHECKPOINTED, Cause()
+
+
+# ---------------------------------------------------------------- read back
+
+
+def _read_by_user() -> bool:
+    """Is the reader a function of a user's, which may write into what it is given?"""
+    node: Any = torch._C._current_autograd_node()
+    if not isinstance(node, BackwardCFunction):
+        return node is not None and "CppNode" in type(node).__name__
+    forward = getattr(node, "_forward_cls", None)
+    return not getattr(forward, "__module__", "").startswith("leannorm.")
+
+
+def _is_of_others(log: Log, v: int) -> bool:
+    """Is it made of what a user's hooks have brought from elsewhere, as they give it?"""
+    looked, left = set[int](), [v]
+    while left:
+        one = left.pop()
+        x = log.values[one]
+        if one in looked:
+            continue
+        looked.add(one)
+        if x.elsewhere is not None and x.elsewhere.is_other:
+            return True
+        if x.state == DROPPED:
+            left += log.inputs_of(log.calls[x.call])
+    return False
+
+
+def _rebuilt(saved: Saved, log: Log) -> Tensor:
+    x = log.values[saved.value]
+    dropped, replay = x.state == DROPPED, Replay(log)
+    if x.shown is not None:
+        tensor = x.shown
+    elif x.elsewhere is not None:
+        if x.rebuilt is None:
+            x.rebuilt = x.elsewhere.bring(x)
+        tensor = x.rebuilt
+    elif x.held is not None:
+        tensor = x.held  # a node's own tensor may be edited unseen, as in plain PyTorch
+    else:
+        tensor = replay.value(saved.value)
+        if saved.original is None and not matches(x.sample, tensor) and not _is_of_others(log, saved.value):
+            raise RuntimeError(
+                f"leannorm.lean(): an output of {log.calls[x.call].rule.name} of shape {list(tensor.shape)}"
+                " was rebuilt, and is not what the forward pass saved: what it was made of was edited where"
+                " no operator was called (through its memory). Edit a copy of it, or leave lean() out of this"
+                " part"
+            )
+    other = dropped or x.elsewhere is not None
+    replay.used(saved.value)
+    tensor = shown(tensor, saved.shape or x.made)
+    if dropped and saved.original is not None:
+        PYTHON.compare(tensor, saved.original, log.calls[x.call].rule.name, saved.layer or "")
+    return tensor.clone() if other and _read_by_user() else tensor
+
+
+def record_unpack_now(saved: Saved) -> Tensor:
+    """Where the flags are the forward pass's."""
+    log = saved.log
+    assert log is not None
+    with log, torch.no_grad(), beside():
+        tensor = _rebuilt(saved, log)
+        return tensor if saved.spec is None else PYTHON.shared(tensor, saved.spec)
+
+
+@left_to_python
+def record_unpack(saved: Any) -> Tensor:
+    """The unpack hook."""
+    if type(saved) is not Saved:
+        return PYTHON.others(saved)
+    saved.check_version()
+    if saved.tensor is not None:
+        tensor: Tensor = saved.tensor
+        return tensor
+    log = saved.log
+    assert log is not None
+    x = log.values[saved.value]
+    if x.state == DROPPED and x.rebuilt is None and current() != log.flags:
+        return PYTHON.with_flags(log.flags_asked, saved)
+    return record_unpack_now(saved)
+
+
+def record_skip(saved: Saved) -> None:
+    """For a log-softmax that is read in rows: a reader needed no rebuild."""
+    assert saved.log is not None
+    with saved.log as log:
+        Replay(log).used(saved.value)
+
+
+def record_rows_of(saved: Saved) -> tuple[Tensor, list[torch.dtype]]:
+    raise NotImplementedError
+
+
+OWN.append(record_unpack)

@@ -1,0 +1,232 @@
+"""A pass of the log is opened and closed, and what it has saved is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.flags import Flags
+from leannorm.saving.log.hooks import PYTHON
+from leannorm.saving.log.log import Log
+from leannorm.saving.log.moved import hand_over
+from leannorm.saving.log.plans import Follower, Times, said, timeline_of
+from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
+from leannorm.saving.log.rules import RULES, TABLE, Row
+from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
+
+
+class RecordedTensors:
+    """What a pass holds when it closes, to be read also when a backward pass has freed it."""
+
+    def __init__(self) -> None:
+        self.held = self.dropped = 0
+        self._rows: list[tuple[Any, ...]] = []
+
+    def add(self, log: Log, x: Value, instead: int) -> None:
+        """`instead`: bytes of what is held in its place."""
+        dropped = x.state == DROPPED
+        nbytes = x.storage_bytes - min(instead, x.storage_bytes)
+        name, why = "" if x.call < 0 else log.calls[x.call].rule.name, said(x)
+        self._rows.append(
+            (name, list(x.made.sizes), x.made.dtype, nbytes, dropped, why.why, x.saves > 0, why.of)
+        )
+        self.dropped += nbytes * dropped
+        self.held += nbytes * (not dropped)
+
+    def add_other(self, sizes: Iterable[int], dtype: torch.dtype, nbytes: int) -> None:
+        self._rows.append(("", list(sizes), dtype, nbytes, False, Why.NONE, False, ""))
+        self.held += nbytes
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        return self._rows
+
+
+class RecordedPass:
+    """One pass, from its making to `close`. Those of one thread that are open at once share one log."""
+
+    def __init__(
+        self,
+        products: bool,
+        everything: bool,
+        sums: int,
+        runs: int,
+        row: int,
+        flags: Flags,
+        ask: Callable[..., Any] | None,
+        layer: Callable[[], str] | None,
+        hold: Callable[[Tensor], Any] | None,
+        owns: Callable[[Tensor], int] | None,
+        other: Callable[[Tensor], Any],
+        subclasses: bool,
+        gathers: bool,
+        smallest: int,
+    ) -> None:
+        self.layer, self.hold, self.other = layer, hold, other
+        log = THREAD.log
+        if log is None or log.closed:
+            log = THREAD.log = Log(flags)
+            log.subclasses = subclasses
+            log.recorder = Recorder(log)
+            push(log.recorder)
+        self.log, self._is_open, self._met = log, True, 0
+        with log:
+            log.settle()
+            hand_over(log)
+            log.policy = Policy(products, everything, sums, runs, row, smallest=smallest)
+            self.first, self.first_call, self.first_pack = len(log.listed), len(log.calls), log.packs
+            self.first_other = len(log.others)
+            self.follower = Follower(ask, log.policy, self.first)
+            if ask is not None:
+                log.times = self.follower.times = Times() if log.times is None else log.times
+            log.passes.append(self)
+
+    def meet(self, what: int) -> None:
+        self._met |= what
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        log = self.log
+        with log:
+            log.settle()
+            hand_over(log)
+            self._note_those_alone()
+            log.passes.remove(self)
+            self.follower.forget_times(log)
+            if log.passes:
+                log.policy = log.passes[-1].follower.policy
+                return
+            remove(log.recorder)
+            log.recorder = None
+            log.closed = True
+            log.let_go()
+            log.to_move.clear()
+            if THREAD.log is log:
+                THREAD.log = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self.close()
+
+    def _note_those_alone(self) -> None:
+        """What no node made, and autograd alone has, such as the workspace of a recurrent layer."""
+        log = self.log
+        for v in log.listed[self.first :]:
+            x = log.values[v]
+            unsaid = (
+                x.saves
+                and x.call >= 0
+                and x.state == HELD
+                and x.why == Why.NONE
+                and not x.copied
+                and not x.lost
+            )
+            if (
+                not unsaid
+                or x.made.numel < log.policy.smallest
+                or x.made.dtype == torch.int64
+                or x.held is None
+            ):
+                continue
+            owners = 1 + log.leaves.get(v, 0)
+            storage = x.held.untyped_storage()
+            if log.is_there(v) and torch._C._storage_Use_Count(storage._cdata) == owners + 1:
+                x.why = Why.ALONE
+
+    def begins_within_a_call(self) -> None:
+        """It was opened by the hook of a tensor that an operator saves."""
+        if not self.log.calls:
+            self.log.behind = torch._C._autograd._get_sequence_nr()
+
+    def packed(self) -> bool:
+        return self.log.packs > self.first_pack
+
+    def seen(self) -> int:
+        return max(len(self.log.listed) - self.first, 0)
+
+    def met(self) -> int:
+        return self._met
+
+    def missed(self) -> int:
+        return 0
+
+    def device(self) -> str:
+        """That of the largest tensor that it has saved: a mode records CPU tensors alone."""
+        return "cpu"
+
+    def places(self) -> int:
+        return self.follower.place + 1
+
+    def timeline(self) -> tuple[Any, ...]:
+        """What a plan is made from."""
+        with self.log as log:
+            log.settle()
+            others = sum(other.nbytes for other, counts in self._others() if counts)
+            return timeline_of(log, self.follower, self.first_call, others)
+
+    def calls(self) -> list[str]:
+        return [call.rule.name for call in self.log.calls]
+
+    def saved(self) -> RecordedTensors:
+        """What it has saved, and what of that is still there."""
+        made = RecordedTensors()
+        with self.log as log:
+            beside = [
+                x for x in log.values if not x.listed and x.held is not None and (x.call >= 0 or x.copied)
+            ]
+            instead: dict[int, int] = {}  # bytes of what is held for a value that is dropped
+            for x in beside:
+                if x.instead >= 0 and x.held is not None:
+                    instead[x.instead] = instead.get(x.instead, 0) + x.held.untyped_storage().nbytes()
+            for v in log.listed[self.first :]:
+                if log.values[v].refs > 0:
+                    made.add(log, log.values[v], instead.get(v, 0))
+            for x in beside:
+                made.add(log, x, 0)
+            for other, counts in self._others():
+                made.add_other(other.sizes, other.dtype, other.nbytes if counts else 0)
+        return made
+
+    def _others(self) -> Iterator[tuple[Any, bool]]:
+        places = {0}
+        for reference in self.log.others[self.first_other :]:
+            other = reference()
+            if other is not None:
+                yield other, other.place == 0 or other.place not in places
+                places.add(other.place)
+
+
+def set_operator(
+    name: str,
+    kind: int,
+    formula: int,
+    writes: list[int],
+    gate: int,
+    fills: bool,
+    instead: str,
+    sources: list[tuple[int, int]],
+) -> None:
+    TABLE[name] = Row(kind, formula, writes, gate, fills, instead, sources)
+    RULES.clear()
+
+
+def set_recorded(
+    with_flags: Any,
+    others: Any,
+    in_rows: Any,
+    unbuilt: Any,
+    local: Any,
+    spec: Any,
+    shared: Any,
+    compare: Any,
+) -> None:
+    """What saving/recorded.py does for the log."""
+    PYTHON.with_flags, PYTHON.others, PYTHON.in_rows, PYTHON.unbuilt = with_flags, others, in_rows, unbuilt
+    PYTHON.local, PYTHON.spec, PYTHON.shared, PYTHON.compare = local, spec, shared, compare

@@ -1,0 +1,200 @@
+"""A pass that follows a plan, and the timeline of one that a plan is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.log.log import Log
+from leannorm.saving.log.price import groups_of, operations
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Policy, Value, Why
+from leannorm.saving.log.walk import Walk
+
+_nodes_made = torch._C._autograd._get_sequence_nr
+_WANTS, _HAS_GRADIENT = 1, 2  # of a value: a gradient comes; it is added to one that is there
+
+
+class Places:
+    """What a plan says of the tensors that a pass saves, in order: each is dropped, or kept for a reason."""
+
+    def __init__(
+        self, calls: Iterable[tuple[Any, ...]], drops: list[bool], whys: list[int], of: list[str]
+    ) -> None:
+        causes = map(Cause, whys, of)
+        self.list = list(zip(map(tuple, calls), drops, causes, strict=True))
+
+
+def by_plan(policy: Policy) -> Policy:
+    return policy._replace(sums=1 << 20, row=1 << 20, runs=2048, by_plan=True)
+
+
+def said(x: Value) -> Cause:
+    """What is said of a value that is held."""
+    if x.why == Why.NOT_AT_HAND and x.cause.why != Why.NONE:
+        return x.cause
+    return Cause(x.why, x.cause.of if x.why == x.cause.why and x.why != Why.COLLECTIVE else "")
+
+
+class Follower:
+    """One pass's way along a plan. Where it is not as planned, or there is no plan, Python says what to do:
+    `ask(place, (kind, sizes, strides, dtype, number))` returns: is it dropped, the plan from here on, why it
+    is kept, and because of which operator."""
+
+    def __init__(self, ask: Callable[..., Any] | None, policy: Policy, first: int) -> None:
+        self.ask, self.policy, self.first = ask, policy, first
+        self.plan: Places | None = None
+        self.place = -1  # the last one
+        self.cause = Cause()
+        self.times: Times | None = None  # where a plan may be made of the pass
+
+    def has_place(self, x: Value, tensor: Tensor) -> bool:
+        """Is there a choice? As in `decide`."""
+        placed = self.ask is not None and tensor.grad_fn is not None and not x.parameter
+        return placed and x.made.numel >= self.policy.smallest
+
+    def drops(self, log: Log, x: Value, tensor: Tensor) -> bool:
+        """May this value be dropped? `tensor`: as it is saved now."""
+        assert self.ask is not None
+        self.place += 1
+        name = "" if x.call < 0 else log.calls[x.call].rule.name
+        here = name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, x.number - self.first
+        if self.plan is not None and self.place < len(self.plan.list):
+            planned, planned_drops, self.cause = self.plan.list[self.place]
+            if planned == here:
+                return planned_drops
+        drops: bool
+        drops, self.plan, why, of = self.ask(self.place, here)
+        self.cause = Cause(why, of)
+        log.policy = self.policy if self.plan is None else by_plan(self.policy)
+        if not self.place and self.plan is not None:
+            self.forget_times(log)
+        return drops
+
+    def forget_times(self, log: Log) -> None:
+        """The log notes times as long as an open pass wants them."""
+        self.times = None
+        log.times = next((one.follower.times for one in log.passes if one.follower.times is not None), None)
+
+
+class Save(NamedTuple):
+    by: Follower
+    place: int
+    value: int
+    call: int
+
+
+class Times:
+    """What only a pass of which a plan is made notes beside the log."""
+
+    def __init__(self) -> None:
+        self.saves: list[Save] = []
+        self.of_value: dict[int, int] = {}
+        self.wants: dict[int, set[int]] = {}  # by call the tensors that it reads and that want a gradient
+        self.died: list[int] = []  # by memory: the first call that began when it was gone
+        self._living: list[int] = []
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def saw(self, v: int, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            base = tensor if tensor._base is None else tensor._base
+            has = _HAS_GRADIENT if base.is_leaf and base.grad is not None else 0
+            self.of_value[v] = self.of_value.get(v, 0) | _WANTS | has
+
+    def made(self, call: Call, number: int, v: int, tensor: Tensor) -> None:
+        """A result has no graph yet."""
+        if call.grad_mode and number in self.wants and tensor.is_floating_point():
+            self.of_value[v] = self.of_value.get(v, 0) | _WANTS
+
+    def read(self, call: int, at: int, v: int, tensor: Tensor) -> None:
+        self.saw(v, tensor)
+        if tensor.requires_grad:
+            self.wants.setdefault(call, set()).add(at)
+
+    def saved(self, log: Log, by: Follower, placed: bool, v: int, tensor: Tensor) -> None:
+        self.saw(v, tensor)
+        node, last = tensor.grad_fn, len(log.calls) - 1
+        # an argument is saved before its call is seen, when the node is made; a result behind it
+        is_result = log.values[v].call == last if node is None else node._sequence_nr() == _nodes_made() - 1
+        self.saves.append(Save(by, by.place if placed else -1, v, last if is_result else last + 1))
+
+    def look(self, log: Log, call: int) -> None:
+        """Whose memory is gone when this call begins?"""
+        self._living += range(len(self.died), len(log.memories))
+        self.died += [-1] * (len(log.memories) - len(self.died))
+        gone = [memory for memory in self._living if log.memories[memory].is_gone]
+        if gone:
+            for memory in gone:
+                self.died[memory] = call
+            self._living = [memory for memory in self._living if self.died[memory] < 0]
+
+
+def _makes(log: Log, taken: set[int]) -> set[int]:
+    """Which values are made again, or could be: a plan may also drop what was held only since too much in a
+    row leads to it, as it holds others. `taken`: what that would hold though nobody saves it."""
+    makes = set[int]()
+    for v, x in enumerate(log.values):
+        if x.state == DROPPED:
+            makes.add(v)
+        if x.state != HELD or x.call < 0 or x.copied:
+            continue
+        if x.saves and x.why not in (Why.TOO_DEEP, Why.NOT_AT_HAND, Why.CHECKPOINTED):
+            continue
+        was, x.held = x.held, None
+        walk = Walk(log, v, 0, x.number) if x.saves else Walk(log, v, 0)
+        can = walk.able(v)
+        x.held = was
+        if not can:
+            continue
+        taken.update(walk.taken)
+        left = [v]
+        while left:
+            one = left.pop()
+            if one in makes or one in taken or (one != v and log.values[one].held is not None):
+                continue
+            makes.add(one)
+            left += log.inputs_of(log.calls[log.values[one].call])
+    return makes
+
+
+def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, ...]:
+    """The calls from `first` on, all values, what was saved, and bytes of `others`, as recorded_timeline.py
+    reads it."""
+    times = of.times
+    if times is None:
+        return [], [], [], [], others
+    start, taken = min(first, len(log.calls)), set[int]()
+    before, log.policy = log.policy, by_plan(log.policy)
+    makes = _makes(log, taken)
+    log.policy = before
+    calls, values = list[Any](), list[Any]()
+    for number, call in enumerate(log.calls[start:], start):
+        wants = times.wants.get(number, ())
+        reads = [
+            (read.value, log.shape_of(read).nbytes, at in wants, read.at)
+            for at, read in enumerate(call.reads)
+        ]
+        told = operations(log, call), groups_of(call), call.grad_mode, reads, list(call.outs)
+        calls.append((call.rule.name, *told))
+    for v, x in enumerate(log.values):
+        inputs = log.inputs_of(log.calls[x.call]) if v in makes else []
+        copied = x.copied or (
+            v in taken and x.call < 0 and x.storage_bytes <= COPIED
+        )  # or would be, as in `need`
+        counts = (x.refs > 0 or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
+        of_memory = x.memory, -1 if x.call < start else x.call - start, x.storage_bytes, x.made.nbytes
+        of_dtype = x.made.dtype.itemsize, x.made.dtype.is_floating_point, times.of_value.get(v, 0)
+        why = said(x)
+        states = x.refs > 0, v in makes, x.state != DROPPED, counts, copied
+        values.append((*of_memory, *of_dtype, *states, why.why, inputs, why.of))
+    saves = [
+        (one.place if one.by is of else -1, one.value, max(min(one.call, len(log.calls) - 1) - start, 0))
+        for one in times.saves
+        if one.call >= start - 1
+    ]
+    died = [at if at < 0 else max(at - start, 0) for at in times.died]
+    return calls, values, saves, died, others

@@ -1,0 +1,182 @@
+"""Values are made again by the calls that made them, from what is held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.log.log import Log
+from leannorm.saving.log.recorder import IN_LIST
+from leannorm.saving.log.rules import ARGUMENT, RESULT
+from leannorm.saving.log.tensors import below, copy_of, geometry_of, matches, shown
+from leannorm.saving.log.values import DROPPED, Call, Value, results_read
+
+_aten = torch.ops.aten
+
+
+class Replay:
+    """`is_trial`: nothing that is made is kept in the log."""
+
+    def __init__(self, log: Log, is_trial: bool = False) -> None:
+        self.log, self.is_trial = log, is_trial
+        self.made: dict[int, Tensor] = {}
+
+    def value(self, top: int) -> Tensor:
+        """The value as it was made, or an alias of its memory."""
+        log, values = self.log, self.log.values
+        order, uses, seen, left = list[int](), Counter[int](), set[int](), [top]
+        while left:  # depth first; a call stands behind all that it is made from
+            v = left.pop()
+            if v < 0:
+                order.append(~v)
+            elif v not in seen:
+                seen.add(v)
+                there = self.available(v)
+                if there is not None:
+                    self.made[v] = there
+                    continue
+                inputs = log.inputs_of(log.calls[values[v].call])
+                left += [~v, *inputs]
+        uses.update(i for call in {values[v].call for v in order} for i in log.inputs_of(log.calls[call]))
+        uses[top] += 1
+        for v in order:
+            if v in self.made:
+                continue
+            call = log.calls[values[v].call]
+            self._run(call)
+            for i in log.inputs_of(call):
+                self.used(i)
+                uses[i] -= 1
+                if not uses[i] and not self.is_trial:
+                    self.made.pop(i, None)
+        return self.made[top]
+
+    def available(self, v: int) -> Tensor | None:
+        x = self.log.values[v]
+        if x.held is not None and (x.copied or x.elsewhere is None):
+            return self._checked(x, x.held)
+        if x.rebuilt is not None:
+            return x.rebuilt
+        if x.elsewhere is None:
+            return None
+        brought: Tensor = x.elsewhere.bring(x)
+        if not self.is_trial:
+            x.rebuilt = brought
+        return brought if x.elsewhere.is_other else self._checked(x, brought)
+
+    def used(self, v: int) -> None:
+        """One reader has it."""
+        x = self.log.values[v]
+        if self.is_trial:
+            return
+        x.left -= 1
+        if x.left <= 0:
+            x.rebuilt, x.left = None, x.refs
+
+    def _checked(self, x: Value, tensor: Tensor) -> Tensor:
+        edited = not x.copied and (x.lost or not x.is_unedited(self.log))
+        if edited or not matches(x.sample, tensor):
+            raise RuntimeError(
+                f"a tensor of shape {list(x.made.sizes)} has been modified by an inplace operation after"
+                " leannorm.lean()'s forward pass had read it, and is needed to rebuild another one: edit it"
+                " after backward(), edit a copy of it, or leave lean() out of this step"
+            )
+        return tensor
+
+    # ------------------------------------------------------------ calls
+
+    def _run(self, call: Call) -> None:
+        log = self.log
+        read = [
+            shown(self.made[one.value], log.shape_of(one)) if log.is_read(call, i) else None
+            for i, one in enumerate(call.reads)
+        ]
+        busy, log.busy = log.busy, True
+        try:
+            with call.flags.set(), below(), torch.set_grad_enabled(call.grad_mode):
+                if call.by_result:
+                    results = {out: self.made[log.result_of(call, out)] for out in results_read(call)}
+                    self._keep(log.result_of(call, 0), self._by_results(call, read, results))
+                elif call.before >= 0:
+                    self._edit(call, read)
+                else:
+                    self._make(call, read)
+        finally:
+            log.busy = busy
+
+    @staticmethod
+    def _arguments(call: Call, read: list[Any]) -> list[Any]:
+        full = [list(one) if isinstance(one, list) else one for one in call.args]
+        for one, tensor in zip(call.reads, read, strict=True):
+            tensor = tensor.detach() if tensor is not None and tensor.requires_grad else tensor
+            if one.place < 0:
+                full[one.at] = tensor
+            else:
+                full[one.at][one.place] = tensor
+        return full
+
+    def _called(self, call: Call, op: Any, read: list[Any]) -> Any:
+        full = self._arguments(call, read)
+        named = {name: full[call.rule.places[name]] for name in call.named}
+        return op(*full[: call.positional], **named)
+
+    def _make(self, call: Call, read: list[Any]) -> None:
+        result = self._called(call, call.rule.again, read)
+        for v in call.outs:
+            out = self.log.values[v].out
+            one = result[out % IN_LIST] if isinstance(result, (tuple, list)) else result
+            if self._is_wanted(v):
+                self._keep(v, one)
+
+    def _is_wanted(self, v: int) -> bool:
+        x = self.log.values[v]
+        return self.is_trial or (x.state == DROPPED and x.refs > 0 and x.held is None and x.rebuilt is None)
+
+    def _keep(self, v: int, tensor: Tensor) -> None:
+        x = self.log.values[v]
+        if geometry_of(tensor) != x.made:
+            if tensor.shape != x.made.sizes or tensor.dtype != x.made.dtype:
+                name = self.log.calls[x.call].rule.name
+                raise RuntimeError(
+                    f"leannorm.lean(): {name} gave another shape or dtype when it was called again"
+                )
+            laid = tensor.new_empty(0).new_empty_strided(x.made.sizes, x.made.strides)
+            tensor = laid.copy_(tensor)
+        self.made[v] = tensor
+        if not self.is_trial:
+            x.rebuilt = tensor
+
+    def _by_results(self, call: Call, read: list[Any], results: dict[int, Tensor]) -> Tensor:
+        """Its first result, by another operator that reads others of its results."""
+        full = self._arguments(call, read)
+        if call.rule.instead is not None:
+            told: dict[int, Any] = {ARGUMENT: full, RESULT: results}
+            made = call.rule.instead(*(told[of][at] if of in told else None for of, at in call.rule.given))
+            return made if isinstance(made, Tensor) else made[0]
+        # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and so it does of these
+        x, weight, bias = full[:3]
+        mean, rstd = results[1], results[2]
+        scale = rstd if weight is None else torch.mul(rstd, weight)
+        shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+        statistics = torch.zeros_like(mean), torch.ones_like(mean)
+        made = _aten.native_batch_norm.default(x, scale, shift, *statistics, False, 0.0, 0.0)
+        return made[0]  # type: ignore[no-any-return]
+
+    def _edit(self, call: Call, read: list[Any]) -> None:
+        """In place: by its functional namesake, or on a copy of what was there."""
+        v = call.outs[0]
+        x, rule, first = self.log.values[v], call.rule, call.reads[0]
+        fills = self.log.fills_all(call)
+        if rule.functional and first.shape is None and not fills:
+            return self._keep(v, self._called(call, rule.again, read))
+        made = x.made
+        if fills:
+            base = torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device)
+        else:
+            base = copy_of(read[0], made)
+        read[0] = base if first.shape is None else shown(base, first.shape)
+        self._called(call, rule.op, read)
+        self._keep(v, base)

@@ -1,0 +1,174 @@
+"""How tensors show their memory, and what a few bytes of it tell."""
+
+from __future__ import annotations
+
+from ctypes import string_at
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_C: Any = torch._C
+
+
+class Geometry(NamedTuple):
+    """How a tensor shows its memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the memory from its start to behind the last element."""
+        if 0 in self.sizes:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+    def fills(self, nbytes: int) -> bool:
+        """Is it all of a memory of so many bytes, element by element?"""
+        return not self.offset and self.nbytes == nbytes == self.extent and 0 not in self.strides
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    return Geometry(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
+
+
+# ---------------------------------------------------------------- what is called beside the program
+
+_K, _Keys = _C.DispatchKey, _C.DispatchKeySet
+
+
+def _keys(*names: str) -> Any:
+    keys = _Keys.from_raw_repr(0)
+    for name in names:
+        keys = keys | _Keys(getattr(_K, name))
+    return keys
+
+
+_MODES = _keys("Python", "PythonTLSSnapshot", *(name for name in dir(_K) if name.startswith("Autocast")))
+_INCLUDED, _EXCLUDED = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set() | _MODES
+_BELOW = _EXCLUDED | _keys("AutogradFunctionality", "ADInplaceOrView")
+
+
+def beside() -> Any:
+    """Within it calls are seen by no mode: aliases share their version counter."""
+    return _C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
+
+
+def below() -> Any:
+    """Within it calls are seen by no mode, and by autograd neither."""
+    return _C._ForceDispatchKeyGuard(_INCLUDED, _BELOW)
+
+
+_PLAIN: dict[int, bool] = {}
+_VIEWS_OF_BITS = _keys("Conjugate", "Negative")
+
+
+def is_plain(tensor: Tensor, in_any_bits: bool = False) -> bool:
+    """Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they
+    compute with. `in_any_bits`: conjugate or negative views, too, which are memory that may be written."""
+    keys = _C._dispatch_keys(tensor)
+    if in_any_bits:
+        keys = keys - _VIEWS_OF_BITS
+    known = keys.raw_repr()
+    if known not in _PLAIN:
+        _PLAIN[known] = _has_keys(tensor, known)
+    return _PLAIN[known] and _C.TensorBase.layout.__get__(tensor) is torch.strided
+
+
+def _has_keys(tensor: Tensor, keys: int) -> bool:
+    with _C.DisableTorchFunctionSubclass(), beside():
+        device = tensor.device
+        if device.type == "meta":
+            return False
+        return bool(_C._dispatch_keys(torch.empty(0, device=device)).raw_repr() == keys)
+
+
+_EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without memory that shares the version counter; called `beside` the program."""
+    kind = tensor.device, tensor.dtype
+    if kind not in _EMPTY:
+        _EMPTY[kind] = torch.empty(0, device=kind[0], dtype=kind[1])
+    counter = tensor.detach()
+    counter.data = _EMPTY[kind]  # replaces the memory and keeps the version counter
+    return counter
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same memory and version counter, without a graph, which could lead back to who saves it."""
+    with beside():
+        return tensor.detach()
+
+
+def over(storage: torch.UntypedStorage, shape: Geometry) -> Tensor:
+    with beside(), torch.no_grad():
+        return torch.empty(0, dtype=shape.dtype, device=shape.device).set_(
+            storage, shape.offset, shape.sizes, shape.strides
+        )
+
+
+def copy_of(tensor: Tensor, shape: Geometry) -> Tensor:
+    """A copy of all of the storage, so that views keep their places."""
+    with beside(), torch.no_grad():
+        return over(tensor.untyped_storage().clone(), shape)
+
+
+def shown(tensor: Tensor, shape: Geometry) -> Tensor:
+    if shape.extent > tensor.untyped_storage().nbytes():
+        raise RuntimeError(
+            "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the"
+            " forward pass"
+        )
+    if geometry_of(tensor) == shape:
+        return tensor
+    if tensor.dtype != shape.dtype:
+        return over(tensor.untyped_storage(), shape)
+    with below():
+        return tensor.as_strided(shape.sizes, shape.strides, shape.offset)
+
+
+_WORDS = 12
+
+
+def is_dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    with below():
+        return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def sample_of(tensor: Tensor) -> bytes | None:
+    """Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen."""
+    n = tensor.nbytes
+    if not n or tensor.device.type != "cpu" or not is_dense(tensor):
+        return None
+    at, width = tensor.data_ptr(), min(n, 8)
+    if not at:
+        return None
+    return b"".join([string_at(at + (n - width) * i // (_WORDS - 1), width) for i in range(_WORDS)])
+
+
+def matches(sample: bytes | None, tensor: Tensor) -> bool:
+    other = None if sample is None else sample_of(tensor)
+    return sample is None or other is None or sample == other
+
+
+def is_of_several(sample: bytes | None) -> bool:
+    """Are the sampled values different ones?"""
+    return sample is not None and sample != sample[: len(sample) // _WORDS] * _WORDS

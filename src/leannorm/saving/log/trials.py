@@ -1,0 +1,126 @@
+"""Calls of a kind that is not trusted are made once on the spot, and the bits are compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.log.log import Log
+from leannorm.saving.log.replay import Replay
+from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
+from leannorm.saving.log.values import Call
+
+_ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
+_SOME = 4096  # numbers
+_TRIED = Counter[Hashable]()
+"""How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several
+values speak for others. A kind that once gave other bits is below 0."""
+
+
+def forget_trials() -> None:
+    _TRIED.clear()
+
+
+def is_refused(log: Log, call: Call) -> bool:
+    return _TRIED[_kind_of(log, call)] < 0
+
+
+def _change(log: Log, call: Call, by: int) -> None:
+    if len(_TRIED) > _MOST_KINDS:
+        _TRIED.clear()
+    _TRIED[_kind_of(log, call)] += by
+
+
+def _kind_of(log: Log, call: Call) -> Hashable:
+    if call.kind is None:
+        reads = []
+        for read in call.reads:
+            shape = log.shape_of(read)
+            strides = [1 if s == 1 else 0 if s == 0 else -1 for s in shape.strides]
+            reads.append((shape.dtype, shape.device.type, read.at, read.shape is None, *strides))
+        call.kind = call.rule.op, call.grad_mode, call.flags, repr(call.args), tuple(reads)
+    return call.kind, call.by_result
+
+
+def has_its_bits(log: Log, v: int) -> bool:
+    """Has the value that is dropped next, made again, the bits that it has?"""
+    untried, left, seen = list[Call](), [v], set[int]()
+    while left:
+        one = left.pop()
+        x = log.values[one]
+        if one in seen or (one != v and x.held is not None):
+            continue
+        seen.add(one)
+        call = log.calls[x.call]
+        if _TRIED[_kind_of(log, call)] < _ENOUGH:
+            untried.append(call)
+        left += log.inputs_of(call)
+    if not untried:
+        return True
+    x = log.values[v]
+    was, x.held = x.held, None
+    same, of_numbers, replay = False, True, Replay(log, is_trial=True)
+    assert was is not None
+    try:
+        again, before = replay.value(v), shown(was, x.made)
+        with below():
+            same = not again.numel() or bool(torch.equal(_bits(again), _bits(before)))
+            if not same and before.is_floating_point():
+                of_numbers = not bool(before.isnan().any())  # payloads may differ
+    except Exception:  # an operator that raises when it is called again: its result is kept
+        pass
+    finally:
+        x.held = was
+    if same and _has_several_values(was):
+        for call in untried:
+            if _tells(log, call, replay):
+                _change(log, call, 1)
+    if not same and of_numbers:  # the last call is at fault, if it is untried, else any of the others
+        last = log.calls[x.call]
+        for call in [last] if last in untried else untried:
+            _change(log, call, -_MANY)
+    return same
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous() or not tensor.dim():
+        tensor = tensor.reshape(-1).contiguous()
+    return tensor.view(torch.uint8)
+
+
+def _has_several_values(tensor: Tensor) -> bool:
+    if tensor.device.type == "cpu":
+        return is_of_several(sample_of(tensor))
+    with below():
+        row = tensor.reshape(-1)
+        return bool(row.ne(row[:1]).any())
+
+
+def _has_normal_numbers(tensor: Tensor) -> bool:
+    """Is one of its numbers normal, of some? Of zeros and denormal ones nearly all kernels make the same."""
+    if tensor.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        return True
+    with below():
+        dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
+        some = flat[:: max(flat.numel() // _SOME, 1)]
+        return bool(some.abs().ge(torch.finfo(tensor.dtype).tiny).any())
+
+
+def _tells(log: Log, call: Call, replay: Replay) -> bool:
+    """Do the call's arguments have several values? A norm of zeros is its bias, however it is computed."""
+    inputs = log.inputs_of(call)
+    most = max((log.values[i].made.numel for i in inputs), default=0)
+    if not most:
+        return True
+    for i in inputs:
+        held = log.values[i].held
+        made = replay.made.get(i) if held is None else held
+        if 2 * log.values[i].made.numel < most or made is None:
+            continue
+        if _has_several_values(made) and _has_normal_numbers(made):
+            return True
+    return False

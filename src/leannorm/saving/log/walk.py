@@ -1,0 +1,266 @@
+"""What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is
+held."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.log.log import Log
+from leannorm.saving.log.price import is_costly
+from leannorm.saving.log.rules import ONCE, PRODUCT, SKIP, SUM
+from leannorm.saving.log.tensors import below, copy_of, over, sample_of, shown
+from leannorm.saving.log.trials import has_its_bits, is_refused
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Why
+
+_DEPTH = 64
+_FOREVER = 1 << 60
+
+
+class Walk:
+    """`before`: what was saved from this number on is not at hand. `taken`: values that nobody saves, and
+    that are held in the place of what is made of them."""
+
+    def __init__(self, log: Log, top: int, may_hold: float, before: int = _FOREVER) -> None:
+        self.log, self.top, self.before, self.may_hold = log, top, before, may_hold
+        self.may_copy = log.values[top].storage_bytes - may_hold
+        self.why: int = Why.NONE
+        self.taken, self.cause = list[int](), Cause()  # the first that was found
+        log.stamp += 1
+
+    def able(self, v: int, depth: int = _DEPTH) -> bool:
+        """Is it held, or can it be made again from what is?"""
+        x = self.log.values[v]
+        if x.held is not None:
+            there = x.copied or (self.log.is_there(v) and not self.log.memories[x.memory].sent)
+            filled = x.elsewhere is not None or x.held.untyped_storage().nbytes() >= x.made.extent
+            return not x.lost and there and filled and (not x.saves or x.number < self.before)
+        if x.state == DROPPED:
+            return True
+        if x.seen == self.log.stamp:
+            return x.can
+        x.seen, x.can = self.log.stamp, False
+        x.can = self._made_again(v, depth) or self._takes(v)
+        return x.can
+
+    def _says(self, reason: int, v: int) -> bool:
+        call = self.log.values[v].call
+        if self.cause.why == Why.NONE and call >= 0:
+            self.cause = Cause(reason, "" if v == self.top else self.log.calls[call].rule.name)
+        is_final = self.why in (Why.COLLECTIVE, Why.CHECKPOINTED, Why.FREED)
+        if self.why == Why.NONE or reason == Why.CHECKPOINTED or (v == self.top and not is_final):
+            self.why = reason
+        return False
+
+    def _takes(self, v: int) -> bool:
+        log, x = self.log, self.log.values[v]
+        if v == self.top or not log.is_there(v) or x.counter._version != x.version:
+            return False
+        memory = log.memories[x.memory]
+        storage = None if memory.sent else memory.storage()
+        if storage is None or storage.nbytes() < x.made.extent:
+            return False
+        if x.call >= 0 or x.storage_bytes <= COPIED:  # else it was there before the pass, and stays
+            if x.call >= 0:
+                self.may_hold -= x.storage_bytes
+            else:
+                self.may_copy -= x.storage_bytes
+            if (self.may_hold if x.call >= 0 else self.may_copy) < 0:  # more would be held
+                self.may_hold += x.storage_bytes * (x.call >= 0)
+                return False
+        x.runs = x.sums = x.products = 0
+        x.whole, x.instead = True, self.top
+        self.taken.append(v)
+        return True
+
+    def _copies(self, call: Call, v: int, i: int) -> bool:
+        """Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts
+        again: each is copied once."""
+        x, made = self.log.values[i], self.log.values[v].made
+        if v != self.top or call.rule.name != "aten::cat" or x.held is not None or x.state == DROPPED:
+            return False
+        if x.made.dtype != made.dtype or x.storage_bytes > self.may_hold or not x.made.fills(x.storage_bytes):
+            return False
+        for read in call.reads:
+            moved = read.value == i and read.shape is not None
+            if moved or len(self.log.shape_of(read).sizes) != len(made.sizes):
+                return False
+        self.may_hold -= x.storage_bytes
+        x.can, x.runs, x.sums, x.products, x.whole, x.instead = True, 0, 0, 0, False, v
+        self.taken.append(i)
+        return True
+
+    def _by_result(self, call: Call, v: int) -> bool:
+        """Are the results held from which the first one follows faster?"""
+        rule, log = call.rule, self.log
+        if (rule.instead is None and not rule.by_statistics) or log.values[v].out:
+            return False
+        made = log.values[v].made
+        if rule.by_statistics and not (
+            call.args[rule.gate]
+            and made.dtype in (torch.float32, torch.float64)
+            and made.device.type == "cpu"
+        ):
+            return False
+        results = [log.result_of(call, out) for out in ((1, 2) if rule.by_statistics else rule.results)]
+        if any(r < 0 or log.values[r].held is None for r in results):
+            return False
+        return len({log.values[r].made.dtype for r in results}) == 1
+
+    def _made_again(self, v: int, depth: int) -> bool:
+        log, x = self.log, self.log.values[v]
+        if x.call < 0:
+            return self._says(Why.UNKNOWN, v)
+        if not depth:
+            return self._says(Why.TOO_DEEP, v)
+        call, policy = log.calls[x.call], log.policy
+        if call.sends:
+            return self._says(Why.COLLECTIVE, v)
+        if not call.usable:
+            return self._says(Why.FLAGS, v)
+        if call.rule.kind in (ONCE, SKIP) or x.made.offset:
+            return self._says(Why.NEVER, v)
+        if v not in call.outs:
+            return self._says(Why.UNKNOWN, v)
+        product = call.rule.kind == PRODUCT
+        window = product and not call.rule.formula
+        if product and not policy.everything and (not policy.products or is_costly(log, call)):
+            return self._says(Why.NOT_REPEATED, v)
+        if all(log.values[out].state != DROPPED for out in call.outs):  # else how it is made again is settled
+            call.by_result = self._by_result(call, v)
+        if not call.by_result and call.rule.again is None:
+            return self._says(Why.NEVER, v)
+        if call.by_result and x.out:
+            return self._says(Why.NOT_AT_HAND, v)
+        if is_refused(log, call):
+            return self._says(Why.OTHER_BITS, v)
+        runs, sums, products = 1, 0, 0
+        for i in log.inputs_of(call):
+            if not (self.able(i, depth - 1) or self._copies(call, v, i)):
+                return self._says(Why.CHECKPOINTED if call.in_checkpoint else Why.NOT_AT_HAND, v)
+            made = log.values[i]
+            if made.held is None:
+                runs = max(runs, made.runs + 1) if policy.by_plan else runs + made.runs
+                sums, products = max(sums, made.sums), max(products, made.products)
+        if window and products and not policy.everything:
+            return self._says(Why.NOT_REPEATED, v)  # it is small, and the product behind it larger
+        sums += call.rule.kind == SUM and self._adds_equals(call, v)
+        products += product
+        if runs > policy.runs:
+            return self._says(Why.TOO_DEEP, v)
+        if sums > policy.sums or products > policy.row:
+            return self._says(Why.TOO_DEEP if policy.everything else Why.NOT_REPEATED, v)
+        x.runs, x.sums, x.products = runs, sums, products
+        return True
+
+    def _adds_equals(self, call: Call, v: int) -> bool:
+        """Two tensors of the result's size, as a residual connection; not a bias."""
+        numel = self.log.values[v].made.numel
+        return sum(self.log.shape_of(read).numel == numel for read in call.reads) > 1
+
+
+# ---------------------------------------------------------------- who needs whom
+
+
+def _part_of(log: Log, whole: int, part: int) -> Tensor:
+    """A copy of a concatenation's argument, out of its result."""
+    x, made = log.values[whole], log.values[part].made
+    call = log.calls[x.call]
+    assert x.held is not None
+    with below():
+        all_ = shown(x.held, x.made)
+        copy, dim, start = (
+            torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device),
+            call.args[1],
+            0,
+        )
+        for read in call.reads:
+            length = log.shape_of(read).sizes[dim]
+            if read.value == part:
+                return copy.copy_(all_.narrow(dim, start, length))
+            start += length
+    raise AssertionError
+
+
+def need(log: Log, v: int, taken: Collection[int]) -> None:
+    """One more reader of the value: what it is made of is needed, too."""
+    left = [v]
+    while left:
+        one = left.pop()
+        x = log.values[one]
+        x.refs += 1
+        x.left += 1
+        if x.held is not None:
+            if x.sample is None:
+                x.sample = sample_of(x.held)
+            there = x.call < 0 and not x.copied and x.elsewhere is None and not x.parameter
+            if there and x.storage_bytes <= COPIED:
+                x.shown, x.held, x.copied = x.held, copy_of(x.held, x.made), True
+        elif x.state == DROPPED:
+            continue
+        elif one in taken:
+            if not x.whole:
+                x.held, x.copied = _part_of(log, x.instead, one), True
+            else:
+                storage = log.memories[x.memory].storage()
+                assert storage is not None
+                x.held = over(storage, x.made)
+                if x.call < 0 and x.storage_bytes <= COPIED:
+                    x.held, x.copied = copy_of(x.held, x.made), True
+                elif x.call >= 0:
+                    log.to_move.append(one)
+            x.sample, x.state = sample_of(x.held), HELD
+        else:
+            x.state = DROPPED
+            left += log.inputs_of(log.calls[x.call])
+
+
+def hold_again(log: Log, v: int, held: Tensor, why: int, cause: Cause) -> None:
+    """A dropped value that is saved again is held from now on: others are made of it."""
+    x = log.values[v]
+    x.held, x.state, x.why, x.cause, x.sample = held, HELD, why, cause, sample_of(held)
+    for i in log.inputs_of(log.calls[x.call]):
+        log.release(i)
+
+
+_MUCH_LARGER = 32  # times
+
+
+def decide(log: Log, v: int) -> None:
+    """A saved value that is held: may it be dropped?"""
+    x, policy = log.values[v], log.policy
+    if x.state == DROPPED or not x.saves or x.copied or x.lost or x.elsewhere is not None:
+        return
+    x.state, elements = HELD, x.made.numel
+    log.largest = max(log.largest, elements)
+    if x.call < 0:
+        x.why = Why.NONE
+    if x.call < 0 or elements < policy.smallest:
+        return
+    if not policy.everything and elements * _MUCH_LARGER <= log.largest:
+        x.why = Why.SMALLER
+        return
+    was, x.held = x.held, None
+    walk = Walk(log, v, 0)
+    can, taken = walk.able(v), walk.taken
+    if not can:  # by what nobody saves and is smaller, such as what was cast
+        again = Walk(log, v, x.storage_bytes * 3 // 4)
+        can, taken = again.able(v), again.taken
+    x.held = was
+    call = log.calls[x.call]
+    if not can:
+        x.why, x.cause = Why.CHECKPOINTED if call.in_checkpoint else walk.why, walk.cause
+        return
+    assert was is not None
+    inputs = log.inputs_of(call)
+    for i in inputs:
+        need(log, i, taken)
+    if not has_its_bits(log, v):
+        for i in inputs:
+            log.release(i)
+        x.why = Why.OTHER_BITS
+        return
+    x.sample = sample_of(shown(was, x.made))
+    x.state, x.why, x.held = DROPPED, Why.NONE, None
