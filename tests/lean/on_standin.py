@@ -139,7 +139,7 @@ def values_that_tell_nothing():
     w = torch.zeros(64, 64, device=DEVICE, requires_grad=True)
     for _ in range(80):
         LIBRARY.forget()
-        with opened() as saved:
+        with opened("norm") as saved:
             loss = (F.silu(torch.zeros(64, 64, device=DEVICE) @ w) @ w).sum()
         waits = LIBRARY.waits()
         loss.backward()
@@ -152,7 +152,7 @@ def on_two_streams(second):
     for _ in range(4):
         x, w = (torch.randn(64, 64, device=DEVICE, requires_grad=True) for _ in range(2))
         LIBRARY.set_stream(1)
-        with opened() as saved:
+        with opened("norm") as saved:
             y = F.silu(x.sin())
             LIBRARY.set_stream(second)
             b = y @ w
@@ -189,7 +189,7 @@ def added_in_any_order():
         at = torch.arange(128, device=DEVICE)
         for _ in range(3):
             x = torch.randn(128, 128, device=DEVICE, requires_grad=True)
-            with opened() as saved:
+            with opened("norm") as saved:
                 y = (x * 2).index_add(0, at, x)
                 loss = (y.exp() @ x).sum()
             loss.backward()
@@ -204,7 +204,7 @@ def copies_of_weights(norm):
     model = nn.Sequential(*blocks).to(DEVICE)
     for x in torch.randn(4, 64, 32):
         LIBRARY.forget()
-        with opened():
+        with opened("norm"):
             loss = model(x.to(DEVICE)).sum()
             LIBRARY.forget()
         launches = LIBRARY.launches()
@@ -221,7 +221,7 @@ def an_optimizer_steps_first():
         for turn in range(4):
             torch.manual_seed(turn)
             x = torch.randn(64, 64, device=DEVICE, requires_grad=True)
-            with nullcontext() if setting is None else opened():
+            with nullcontext() if setting is None else opened("norm"):
                 y = F.silu(norm(x)) @ w
             with torch.no_grad():
                 norm.bias.add_(1.0)  # which no node saves

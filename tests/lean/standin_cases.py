@@ -6,7 +6,13 @@ from torch import nn
 
 from leannorm import convert
 
-SETTINGS = {"norm": {}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.4}, "limit": {"limit": "64GiB"}}
+SETTINGS = {
+    "plain": {},
+    "norm": {"recompute": "norm"},
+    "conv": {"recompute": "conv"},
+    "budget": {"budget": 0.4},
+    "limit": {"limit": "64GiB"},
+}
 
 
 class Rotary(nn.Module):
@@ -80,4 +86,4 @@ MODELS = {
     "llama": (lambda: nn.Sequential(Rotary(), Rotary()), TOKENS),
     "unet": (UNet, (4, 3, 16, 16)),
 }
-CASTS = {"cnn", "vit", "llama"}
+CASTS = ("cnn", "vit", "llama")

@@ -49,6 +49,7 @@ CASES = [(name, setting, "") for name in MODELS for setting in SETTINGS]
 CASES += [(name, setting, ", autocast") for name in CASTS for setting in SETTINGS]
 OTHER_ATTENTION = {"vit", "vit with dropout", "converted vit", "llama"}
 """Whose attention is made of other operators on the stand-in than on a CPU."""
+PLANNED = {"plain", "budget"}
 A_PLANS_OWN = {"Way", "Following", "_Entry", "_Made", "structure", "size"}
 """Python that a plan asks at its first tensors."""
 
@@ -60,11 +61,11 @@ def test_a_step_has_its_bits_and_the_host_waits_for_none(name, setting, cast):
     assert "error" not in one, one
     assert one["same"], "gradients are those of the device without lean()"
     assert one["rebuilt"]
-    first = 5 if setting == "budget" else 3  # the plan that the second pass follows makes other calls again
+    first = 5 if setting in PLANNED else 3  # the plan that the second pass follows makes other calls again
     waits = {what for what in one["waits"] if int(what.rpartition(" ")[2]) >= first}
     assert not waits, "later passes look at no value"
     frames = {frame.split(".")[0] for frame in one["frames"]}
-    assert frames <= (A_PLANS_OWN if setting == "budget" else set()), "and call no Python of saving/"
+    assert frames <= (A_PLANS_OWN if setting in PLANNED else set()), "and call no Python of saving/"
     if name not in OTHER_ATTENTION and setting in ("norm", "conv"):
         # small weights that a node saves are copied on a CPU alone
         assert one["kept_on_cpu"] - one["small_weights"] <= one["kept"] <= one["kept_on_cpu"]

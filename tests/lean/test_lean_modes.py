@@ -14,7 +14,12 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean, reasons
 
 SHAPE = (4, 3, 20, 20)
-SETTINGS = {"norm": {}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.4}}
+SETTINGS = {
+    "plain": {},
+    "norm": {"recompute": "norm"},
+    "conv": {"recompute": "conv"},
+    "budget": {"budget": 0.4},
+}
 needs_nodes = pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built")
 
 
@@ -103,7 +108,7 @@ def test_a_mode_that_changes_nothing_costs_no_bytes(setting, inside):
 
 @needs_nodes
 def test_what_a_mode_made_outside_of_torch_is_kept_and_told():
-    _, saved = trained(Outside, {}, False)
+    _, saved = trained(Outside, SETTINGS["norm"], False)
     assert any(reasons.MODE in reason for reason in saved.reasons)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.price import groups_of, operations
-from leannorm.saving.log.values import COPIED, DROPPED, HELD, Cause, Policy, Value, Why
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Policy, Value, Why
 from leannorm.saving.log.walk import Walk
 
 _nodes_made = torch._C._autograd._get_sequence_nr
@@ -104,6 +104,11 @@ class Times:
             base = tensor if tensor._base is None else tensor._base
             has = _HAS_GRADIENT if base.is_leaf and base.grad is not None else 0
             self.of_value[v] = self.of_value.get(v, 0) | _WANTS | has
+
+    def made(self, call: Call, number: int, v: int, tensor: Tensor) -> None:
+        """A result has no graph yet."""
+        if call.grad_mode and number in self.wants and tensor.is_floating_point():
+            self.of_value[v] = self.of_value.get(v, 0) | _WANTS
 
     def read(self, call: int, at: int, v: int, tensor: Tensor) -> None:
         self.saw(v, tensor)

@@ -220,3 +220,5 @@ def _made_by(log: Log, number: int, out: int, tensor: Tensor) -> None:
         v = log.new_memory(tensor, number)
         log.values[v].out = out
         log.calls[number].outs.append(v)
+        if log.times is not None:
+            log.times.made(log.calls[number], number, v, tensor)
