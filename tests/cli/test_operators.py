@@ -11,12 +11,13 @@ from leannorm.report.operators import KEPT, NOT_TRIED, ON_GPUS, PROGRAMS, REPEAT
 from leannorm.saving import recorded
 from leannorm.saving.operators import OPERATORS
 
-# Of these rows no tensor that a CPU trains through is saved: constants, booleans, gradients, parts of others
+# Of these rows no tensor that a CPU trains through is saved: constants, booleans, gradients, parts of others,
+# and a batch norm that only modes call
 ELSEWHERE = """
     _convolution linear to avg_pool1d any all argmax argmin full full_like zeros zeros_like ones ones_like
     new_zeros new_ones arange scalar_tensor copy _unsafe_index lift_fresh_copy slice_scatter select_scatter
     native_dropout_backward gelu_backward silu_backward threshold_backward sigmoid_backward tanh_backward
-    expand_copy fill_ zero_
+    expand_copy fill_ zero_ _native_batch_norm_legit
 """
 OURS = {"leannorm::channel_moments", "leannorm::constants_of"}
 

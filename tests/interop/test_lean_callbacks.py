@@ -193,7 +193,7 @@ def lightning_run(callbacks, manual=False):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 def test_a_lightning_trainer_is_lean(manual):
-    callback = ours_for_lightning.lean_callback()
+    callback = ours_for_lightning.lean_callback("norm")
     module = lightning_run([callback], manual)
     assert callback.saved.rebuilt_bytes > 0 or manual
     assert_same(module, lightning_run([], manual))

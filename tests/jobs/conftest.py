@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
     """The folder that the wheel is installed into, built without a compiler, as for macOS and Windows."""
-    if find_spec("pip") is None:
+    if not any(distributions(name="pip")):
         pytest.skip("needs pip")
     tree, wheels, folder = (tmp_path_factory.mktemp(name) for name in ("tree", "wheels", "installed"))
     for name in BUILT_FROM:  # a copy, since files of earlier builds would come along

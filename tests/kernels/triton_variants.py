@@ -190,7 +190,6 @@ def _specialized(
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
     from leannorm.ops.backends.triton import (
-        as_torch,
         channel,
         channel_gradients,
         gated,
@@ -226,7 +225,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
         plain(Recorded(kernel), *arguments, **constants)
 
-    for module in (as_torch, channel, channel_gradients, rows, shares, statistics):
+    for module in (channel, channel_gradients, rows, shares, statistics):
         module.launch = record
     for module in (channel, gated, rows):
         module.processors = lambda device: PROCESSORS

@@ -54,7 +54,8 @@ def test_a_frozen_layer_holds_no_input_and_its_adapter_a_bit_a_value():
     source, mask, inner, rsqrt = ROWS, TOKENS * WIDTH // 8, TOKENS * RANK * 2, TOKENS * 4
     output = ROWS  # of the loss
     loss = 4
-    assert saved.kept_bytes <= source + mask + inner + rsqrt + output + loss + 16
+    copied = norm.weight.nbytes  # which may be edited before the backward pass, as plain PyTorch allows
+    assert saved.kept_bytes <= source + mask + inner + rsqrt + output + loss + copied + 16
     assert saved.kept_bytes + saved.rebuilt_bytes >= 5 * ROWS
 
 

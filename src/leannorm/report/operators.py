@@ -107,7 +107,6 @@ _BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
         ),
         "leannorm::channel_normalize": lambda x, leaf: functional.batch_norm(x, *_running(x), *_affine(leaf)),
         "leannorm::row_forward": lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3),
-        "leannorm::row_ada_forward": lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0]),
         "leannorm::row_gated_forward": lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:]),
         "_scaled_dot_product_flash_attention_for_cpu": lambda x, leaf: F.scaled_dot_product_attention(
             x, leaf, leaf
@@ -177,12 +176,14 @@ PROGRAMS = {
     for name, run in several.items()
 }
 ON_GPUS = tuple(
-    f"aten::_scaled_{name}"
+    f"aten::{name}"
     for name in (
-        "mm",
-        "dot_product_flash_attention",
-        "dot_product_efficient_attention",
-        "dot_product_cudnn_attention",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
     )
 )
 

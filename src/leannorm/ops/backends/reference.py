@@ -283,7 +283,8 @@ class ChannelVerbs(RunningVerbs):
 
         def mean(s: Tensor) -> Tensor:
             s = s if weight is None else s * weight.to(s.dtype)
-            return (s if groups == 0 else s.reshape(s.shape[0], groups, -1).sum(2)) / at_least_one(count)
+            of_groups = s if groups == 0 else s.flatten(1).unflatten(1, (groups, -1)).sum(2)
+            return of_groups / at_least_one(count)
 
         return mean(sums[0]), mean(sums[1])
 

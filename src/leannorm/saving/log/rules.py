@@ -131,7 +131,8 @@ RULES: dict[Any, Rule | None] = {}
 
 
 def rule_of(op: Any) -> Rule | None:
-    """None of what is no operator, such as a loop of a compiler's."""
+    """None of what is no operator, such as a loop of a compiler's, or `prim::device`, by which a mode is asked."""
     if op not in RULES:
-        RULES[op] = Rule(op) if isinstance(op, torch._ops.OpOverload) else None
+        is_operator = isinstance(op, torch._ops.OpOverload) and op.namespace != "prim"
+        RULES[op] = Rule(op) if is_operator else None
     return RULES[op]
