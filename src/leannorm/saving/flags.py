@@ -167,6 +167,11 @@ class Flags(tuple[Any, ...]):
     __slots__ = ()
     __hash__ = tuple.__hash__
 
+    @staticmethod
+    def now() -> Flags:
+        """The flags now; csrc/nodes/record/log.h calls it."""
+        return current()
+
     @contextmanager
     def set(self) -> Iterator[None]:
         """Set these flags within the context; those that have the value already are not touched."""
