@@ -24,15 +24,21 @@ def test_flags_that_take_turns_within_a_pass(setting, last):
     def train(context):
         torch.manual_seed(0)
         convs, seen = [nn.Conv2d(8, 8, 3, padding=1) for _ in range(6)], []
-        for turn in range(4):
+
+        def forward(context, enabled):
             with context() as saved:
                 h = x
                 for i, conv in enumerate(convs):
-                    with onednn(enabled=(i + turn) % 2 == 0):
+                    with onednn(enabled=enabled(i)):
                         h = F.silu(conv(h))
-                loss = h.square().mean()
+                return h.square().mean(), saved
+
+        _, alike = forward(context, lambda i: True)
+        for turn in range(4):
+            loss, saved = forward(context, lambda i, turn=turn: (i + turn) % 2 == 0)
             if saved is not None:
-                assert saved.rebuilt_bytes > 0
+                assert saved.rebuilt_bytes == alike.rebuilt_bytes > 0
+                assert saved.kept_bytes == alike.kept_bytes
                 assert not saved.reasons
             with onednn(enabled=last):
                 seen += torch.autograd.grad(loss, [p for conv in convs for p in conv.parameters()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import multiprocessing
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ class Failure:
 def run_seeds(seeds, warm=False, most=10):
     """What became of the programs of these seeds, and the failures, of which `most` are made short."""
     torch.use_deterministic_algorithms(True)  # torch fills new memory with NaN then
+    gc.collect()  # what other tests left would go while a program runs, and hide what that one leaves
     counts, failures = Counter(), []
     for seed in seeds:
         program = generate(seed)

@@ -247,8 +247,9 @@ class LeanRun(Run):
         super().__init__(program)
 
     def _left(self):
-        """Tensors that are still saved in a pass of this program."""
-        return recorded.LOG.alive() - self._before
+        """Tensors that are still saved in a pass of this program; what others had left, in cycles, may have
+        been collected meanwhile, so that there are fewer than before."""
+        return max(0, recorded.LOG.alive() - self._before)
 
     def _held_by_torch(self):
         """After an error torch's engine keeps nodes that it had not come to, until it comes to the next of

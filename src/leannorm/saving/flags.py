@@ -169,7 +169,7 @@ class Flags(tuple[Any, ...]):
 
     @staticmethod
     def now() -> Flags:
-        """The flags now, for C++, which has an object of this class and not the module."""
+        """The flags now; csrc/nodes/record/log.h calls it."""
         return current()
 
     @contextmanager
