@@ -65,7 +65,8 @@ inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& 
 }
 
 // The log is closed: which memory that it needs is others', too? An edit of what a call's own node has saved is an error in
-// plain PyTorch, as long as anybody reads what the call gave. Parameters are edited when the backward pass is over.
+// plain PyTorch, as long as anybody reads what the call gave. Parameters are edited when the backward pass is over. Weights
+// that are gathered again get, in the memory that was freed, what they held before: a copy would be of the memory without it.
 inline void expose(const std::shared_ptr<Log>& log) {
   auto made = std::make_shared<Exposed>();
   const auto look = [&](int v) {
@@ -73,7 +74,7 @@ inline void expose(const std::shared_ptr<Log>& log) {
     if (x.exposed || x.state != Value::kHeld || x.copied || x.lost || x.code || x.refs <= x.saves || x.weight || !x.held.defined()) return;
     c10::StorageImpl* memory = x.elsewhere ? x.elsewhere->memory._unsafe_get_target() : x.held.storage().unsafeGetStorageImpl();
     const size_t owners = x.elsewhere ? x.elsewhere->memory.use_count() : x.held.storage().use_count() - 1;
-    if (owners == 0 || !made->values.emplace(memory, v).second) return;
+    if (owners == 0 || (log->gathers && x.call < 0 && gathered(*log, x.held) > 0) || !made->values.emplace(memory, v).second) return;
     x.exposed = true;
   };
   for (const Call& call : log->calls) {
