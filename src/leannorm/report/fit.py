@@ -17,9 +17,11 @@ from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_of_bytes
 from leannorm._untouched import left_alone, random_state, untouched
+from leannorm.autograd.nodes import NODES
 from leannorm.planning.goal import bytes_of
 from leannorm.report.fake import fake_step, fakes
 from leannorm.report.settings import LEAN, Setting, code_of, settings_for
+from leannorm.saving import recorded
 from leannorm.saving.plans import none_known
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
@@ -115,6 +117,11 @@ class FitReport(Report):
         elif equal and 2 * self.parameter_bytes > self.memory:
             yield (
                 f"{same}, as parameters and optimizer, which lean() leaves, take {there} of {self.available}."
+            )
+        elif equal and recorded.LOG is not NODES:
+            yield (
+                f"{same}: what lean() rebuilds is not seen on tensors without data, by which batches are tried,"
+                " as leannorm was installed without the C++ nodes; it may take more, as profile shows."
             )
         elif equal:
             yield f"{same}, as nothing that is rebuilt is there at the step's peak."
