@@ -47,9 +47,7 @@ def rebuilt(model, x, **settings):
 
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("form", LAYOUTS, ids=str)
-def test_conv_rebuilds_two_sums_in_a_row(
-    form, converted, with_and_without_nodes
-):
+def test_conv_rebuilds_two_sums_in_a_row(form, converted, with_and_without_nodes):
     """Two sums in a row are made again, then one is kept."""
     x, two = torch.randn(2, 16, 24, 24).contiguous(memory_format=form), [True, True, False, True]
     assert all(rebuilt(blocks(each, converted), x, recompute="conv") == two for each in (False, True))
