@@ -120,8 +120,8 @@ class FitReport(Report):
             )
         elif equal and recorded.LOG is not NODES:
             yield (
-                f"{same}: what lean() rebuilds is not seen on tensors without data, by which batches are tried,"
-                " as leannorm was installed without the C++ nodes; it may take more, as profile shows."
+                f"{same}: what lean() rebuilds is not seen on tensors without data, with which batches are"
+                " tried, as leannorm was installed without the C++ nodes; profile measures it."
             )
         elif equal:
             yield f"{same}, as nothing that is rebuilt is there at the step's peak."

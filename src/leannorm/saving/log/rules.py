@@ -131,7 +131,7 @@ RULES: dict[Any, Rule | None] = {}
 
 
 def rule_of(op: Any) -> Rule | None:
-    """None of what is no operator, such as a loop of a compiler's, or `prim::device`, by which a mode is asked."""
+    """None of what is no operator: a loop of a compiler's, or `prim::device`, by which modes are asked."""
     if op not in RULES:
         is_operator = isinstance(op, torch._ops.OpOverload) and op.namespace != "prim"
         RULES[op] = Rule(op) if is_operator else None
