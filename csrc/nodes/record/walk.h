@@ -43,6 +43,7 @@ class Walk {
 
   bool at_once = false;    // is nothing behind what it is made of asked?
   std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> owned;  // their memory: a message that ends on another thread may let go of it
   Why why = Why::kNone;
   Cause cause;  // the first that was found
 
@@ -76,6 +77,7 @@ class Walk {
     if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
+    owned.push_back(storage);
     if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return says(Why::kFreed, v);
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
     if (x.call < 0) {  // it was there before the pass
@@ -369,10 +371,11 @@ inline void decide(Log& log, int v) {
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
+  auto owned = std::move(walk.owned);
   if (log.values[v].narrow && !can) return void(log.values[v].held = was);
   if (!can) {  // by what nobody saves and is smaller, such as what was cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
-    can = again.able(v), taken = std::move(again.taken);
+    can = again.able(v), taken = std::move(again.taken), owned = std::move(again.owned);
   }
   log.values[v].held = was;
   if (!can) return void((log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why, log.values[v].cause = cause));
