@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    small.SMALL = -1  # these passes are searched, small as they are
+    small.SMALL = -1  # these passes are recorded, small as they are
     rows = []
     for name in options.models or MODELS:
         torch.manual_seed(0)
