@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from leannorm.report.fitting import why_torchvision_fails
-
 JOBS = Path(__file__).parent
 ROOT = JOBS.parents[1]
 BUILT_FROM = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "csrc", "src")
@@ -84,8 +82,7 @@ class Desk:
 
     def python(self, script):
         """What a script prints."""
-        start = ["-c", FIT_TORCHVISION] if why_torchvision_fails() else []
-        return self.run(sys.executable, *start, script)
+        return self.run(sys.executable, "-c", FIT_TORCHVISION, script)
 
 
 @pytest.fixture

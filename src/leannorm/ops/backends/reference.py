@@ -283,8 +283,9 @@ class ChannelVerbs(RunningVerbs):
 
         def mean(s: Tensor) -> Tensor:
             s = s if weight is None else s * weight.to(s.dtype)
-            of_groups = s if groups == 0 else s.flatten(1).unflatten(1, (groups, -1)).sum(2)
-            return of_groups / at_least_one(count)
+            if groups:  # of no samples, too
+                s = s.reshape(s.shape[0], groups, s.shape[1] // groups).sum(2)
+            return s / at_least_one(count)
 
         return mean(sums[0]), mean(sums[1])
 
