@@ -76,7 +76,6 @@ inline bool is_parameter(const Tensor& t) {
 
 // What saving/recorded.py does for C++.
 struct OfPython {
-  py::object with_flags;           // with_flags(flags, saved) sets the forward pass's flags and rebuilds
   py::object others;               // unpacks what small passes have packed
   py::object in_rows, unbuilt;     // has a log-softmax's gradient its bits when it reads rows; what stands for one, or None
   py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of the two
@@ -281,7 +280,7 @@ inline Tensor rebuilt(SavedObject& s) {
 
 inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
 
-// The unpack hook; `unpack_now` is called where the flags are the forward pass's.
+// The unpack hook; `unpack_now` gives the tensor itself, and no stand-in.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
@@ -290,9 +289,8 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
-  if (!kNow && x.state == Value::kDropped && !x.rebuilt.defined() && flags_now() != s.log->flags)
-    return python().with_flags(s.log->first->flags, py::handle(given)).release().ptr();
-  if (!kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !s.original.defined() && !x.rebuilt.defined() && !x.shown.defined()) {
+  const bool reads_rows = !kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !s.original.defined() && !x.rebuilt.defined() && !x.shown.defined();
+  if (reads_rows && flags_now() == s.log->flags) {  // rows are computed under the flags of now
     const py::object stand_in = python().unbuilt(py::handle(given), py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())), dtype_of(x.made.dtype));
     if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
   }

@@ -200,10 +200,11 @@ inline void add_record(py::module_ module) {
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });
-  module.def("set_recorded", [](py::object flags, py::object others, py::object in_rows, py::object unbuilt, py::object local, py::object spec,
-                                py::object shared, py::object compare) {
-    python() = {std::move(flags), std::move(others), std::move(in_rows), std::move(unbuilt), std::move(local), std::move(spec), std::move(shared), std::move(compare)};
+  module.def("set_recorded", [](py::object others, py::object local, py::object spec, py::object shared, py::object compare) {
+    auto& set = python();
+    set.others = std::move(others), set.local = std::move(local), set.spec = std::move(spec), set.shared = std::move(shared), set.compare = std::move(compare);
   });
+  module.def("set_rows", [](py::object in_rows, py::object unbuilt) { python().in_rows = std::move(in_rows), python().unbuilt = std::move(unbuilt); });
   module.def("set_varying", [](const std::vector<std::string>& names) { varying().insert(names.begin(), names.end()); });
   module.def("set_capturing", [](py::object asked) { asks_capturing() = std::move(asked); });
   module.def("set_fakes", [](const py::type& type, py::object make) { fakes() = {reinterpret_cast<PyTypeObject*>(type.ptr()), std::move(make)}; });

@@ -85,13 +85,6 @@ def _source(source: int | str | None) -> tuple[int, int]:
     return (_RESULT, int(source)) if isinstance(source, str) else (_ARGUMENT, source)
 
 
-def _with_flags(flags: Flags, saved: Any) -> Tensor:
-    """Rebuild under the forward pass's flags."""
-    with flags.set():
-        tensor: Tensor = LOG.record_unpack_now(saved)
-        return tensor
-
-
 def _in_rows(tensor: Tensor, flags: Flags) -> bool:
     """May the gradient of this log-softmax read it some rows at a time?"""
     try:
@@ -101,7 +94,7 @@ def _in_rows(tensor: Tensor, flags: Flags) -> bool:
 
 
 class _Rows:
-    """A log-softmax that a recorded pass has dropped."""
+    """A log-softmax that a pass recorded in C++ has dropped."""
 
     device = torch.device("cpu")
 
@@ -110,16 +103,16 @@ class _Rows:
 
     def skip(self) -> None:
         """A reader needed no rebuild."""
-        LOG.record_skip(self._saved)
+        NODES.record_skip(self._saved)
 
     def read(self) -> Tensor:
         """The whole tensor."""
-        tensor: Tensor = LOG.record_unpack_now(self._saved)
+        tensor: Tensor = NODES.record_unpack_now(self._saved)
         return tensor
 
     def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
         """The tensor whose rows these are made of, and the casts from it on; read once."""
-        made: tuple[Tensor, list[torch.dtype]] = LOG.record_rows_of(self._saved)
+        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
         return made
 
 
@@ -143,9 +136,8 @@ def record_in(module: Any) -> None:
     if module is NODES:
         NODES.set_varying(list(VARYING))
         NODES.set_capturing(_is_captured)
-    LOG.set_recorded(
-        _with_flags, unpack_others, _in_rows, _unbuilt, local_of, spec_of, shared_as, check_equal
-    )
+        NODES.set_rows(_in_rows, _unbuilt)
+    LOG.set_recorded(unpack_others, local_of, spec_of, shared_as, check_equal)
 
 
 record_in(log if NODES is None else NODES)

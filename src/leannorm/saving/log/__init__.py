@@ -5,10 +5,7 @@ Its names are those that C++ has for saving/recorded.py.
 
 from leannorm.saving.log.hooks import alive as alive
 from leannorm.saving.log.hooks import record_pack as record_pack
-from leannorm.saving.log.hooks import record_rows_of as record_rows_of
-from leannorm.saving.log.hooks import record_skip as record_skip
 from leannorm.saving.log.hooks import record_unpack as record_unpack
-from leannorm.saving.log.hooks import record_unpack_now as record_unpack_now
 from leannorm.saving.log.passes import RecordedPass as RecordedPass
 from leannorm.saving.log.passes import set_operator as set_operator
 from leannorm.saving.log.passes import set_recorded as set_recorded

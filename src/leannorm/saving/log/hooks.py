@@ -12,7 +12,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._torch import left_to_python
-from leannorm.saving.flags import Flags, current
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.recorder import COMPILED, OWN, THREAD, is_of_checkpoint
 from leannorm.saving.log.replay import Replay
@@ -35,14 +34,11 @@ from leannorm.saving.shards import counter_of as counter_of_shared
 class _OfPython:
     """What saving/recorded.py hands to the log, whichever it is."""
 
-    with_flags: Callable[[Flags, Any], Tensor]
     others: Callable[[Any], Tensor]
     local: Callable[[Tensor], Tensor | None]
     spec: Callable[[Tensor], Any]
     shared: Callable[[Tensor, Any], Tensor]
     compare: Callable[[Tensor, Tensor, str, str], None]
-    in_rows: Callable[[Tensor, Flags], bool]
-    unbuilt: Callable[[Any, list[int], torch.dtype], Tensor | None]
 
 
 PYTHON = _OfPython()
@@ -315,15 +311,6 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
     return tensor.clone() if other and _read_by_user() else tensor
 
 
-def record_unpack_now(saved: Saved) -> Tensor:
-    """Where the flags are the forward pass's."""
-    log = saved.log
-    assert log is not None
-    with log, torch.no_grad(), beside():
-        tensor = _rebuilt(saved, log)
-        return tensor if saved.spec is None else PYTHON.shared(tensor, saved.spec)
-
-
 @left_to_python
 def record_unpack(saved: Any) -> Tensor:
     """The unpack hook."""
@@ -335,21 +322,9 @@ def record_unpack(saved: Any) -> Tensor:
         return tensor
     log = saved.log
     assert log is not None
-    x = log.values[saved.value]
-    if x.state == DROPPED and x.rebuilt is None and current() != log.flags:
-        return PYTHON.with_flags(log.flags_asked, saved)
-    return record_unpack_now(saved)
-
-
-def record_skip(saved: Saved) -> None:
-    """For a log-softmax that is read in rows: a reader needed no rebuild."""
-    assert saved.log is not None
-    with saved.log as log:
-        Replay(log).used(saved.value)
-
-
-def record_rows_of(saved: Saved) -> tuple[Tensor, list[torch.dtype]]:
-    raise NotImplementedError
+    with log, torch.no_grad(), beside():
+        tensor = _rebuilt(saved, log)
+        return tensor if saved.spec is None else PYTHON.shared(tensor, saved.spec)
 
 
 OWN.append(record_unpack)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.flags import Flags, current
 from leannorm.saving.log.tensors import Geometry, beside, counter_of, geometry_of, over
 from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Policy, Read, Value, results_read
 
@@ -17,9 +16,7 @@ from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Policy, Read
 class Log:
     """What passes of one thread that are open at once write into."""
 
-    def __init__(self, flags: Flags) -> None:
-        self.flags = current()
-        self.flags_asked = flags  # those that replays are made under
+    def __init__(self) -> None:
         self.values: list[Value] = []
         self.calls: list[Call] = []
         self.memories: list[Memory] = []

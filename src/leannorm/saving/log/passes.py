@@ -67,10 +67,11 @@ class RecordedPass:
         gathers: bool,
         smallest: int,
     ) -> None:
+        """`flags` are for C++, which reads them once a pass; here each call has its own."""
         self.layer, self.hold, self.other = layer, hold, other
         log = THREAD.log
         if log is None or log.closed:
-            log = THREAD.log = Log(flags)
+            log = THREAD.log = Log()
             log.subclasses = subclasses
             log.recorder = Recorder(log)
             push(log.recorder)
@@ -217,16 +218,7 @@ def set_operator(
     RULES.clear()
 
 
-def set_recorded(
-    with_flags: Any,
-    others: Any,
-    in_rows: Any,
-    unbuilt: Any,
-    local: Any,
-    spec: Any,
-    shared: Any,
-    compare: Any,
-) -> None:
+def set_recorded(others: Any, local: Any, spec: Any, shared: Any, compare: Any) -> None:
     """What saving/recorded.py does for the log."""
-    PYTHON.with_flags, PYTHON.others, PYTHON.in_rows, PYTHON.unbuilt = with_flags, others, in_rows, unbuilt
-    PYTHON.local, PYTHON.spec, PYTHON.shared, PYTHON.compare = local, spec, shared, compare
+    PYTHON.others, PYTHON.local, PYTHON.spec = others, local, spec
+    PYTHON.shared, PYTHON.compare = shared, compare

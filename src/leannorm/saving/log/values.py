@@ -60,7 +60,6 @@ class Value:
         "counter",
         "elsewhere",
         "held",
-        "in_rows",
         "instead",
         "left",
         "listed",
@@ -101,7 +100,6 @@ class Value:
         self.marked = False  # its counter moved once more behind the call that wrote it
         self.lost = False  # it was overwritten past the dispatcher
         self.listed, self.number = False, 0  # among what the pass has saved, as its
-        self.in_rows = False  # may its gradient read it some rows at a time?
         self.parameter = False  # memory of a parameter, which is there without autograd, too
         self.whole = (
             True  # of what nobody saved and is held for another: not a copied part of a concatenation
