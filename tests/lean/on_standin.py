@@ -198,6 +198,19 @@ def added_in_any_order():
     return told
 
 
+def by_convolutions():
+    """Of a transposed one a device may add in any order: is it made again, and the other kind?"""
+    rebuilt = []
+    for layer in (nn.Conv2d, nn.ConvTranspose2d):
+        model = nn.Sequential(layer(8, 16, 1), nn.SiLU(), layer(16, 8, 1), nn.SiLU()).to(DEVICE)
+        for _ in range(3):
+            with opened("conv") as saved:
+                loss = model(torch.randn(2, 8, 16, 16, device=DEVICE)).sum()
+            loss.backward()
+        rebuilt.append(any(r.node == "aten::convolution" for r in saved.records if r.rebuilt))
+    return rebuilt
+
+
 def copies_of_weights(norm):
     """What a pass copies of the weights that its norms read: launches of passes 3 and later."""
     blocks = (nn.Sequential(nn.Linear(32, 32), norm(32), nn.SiLU()) for _ in range(6))
@@ -238,6 +251,7 @@ OTHERS = {
     "one stream": lambda: on_two_streams(1),
     "timed": with_timed_algorithms,
     "any order": added_in_any_order,
+    "convolutions": by_convolutions,
     "copies of layer norms": lambda: copies_of_weights(nn.LayerNorm),
     "copies of batch norms": lambda: copies_of_weights(nn.BatchNorm1d),
     "an optimizer": an_optimizer_steps_first,

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean
+from leannorm.saving.operators import VARYING
 
 aten = torch.ops.aten
 HERE = Path(__file__).parent
@@ -117,6 +118,15 @@ def test_what_is_added_in_any_order_is_not_called_again():
     assert "aten::exp" not in free
     assert any("aten::index_add" in reason for reason in reasons)
     assert "aten::exp" in asked
+
+
+@needs_standin
+def test_a_transposed_convolution_is_not_called_again():
+    assert found()["convolutions"] == [True, False]
+
+
+def test_what_varies_is_an_operator_of_torchs():
+    assert [name for name in VARYING if not torch._C._jit_get_schemas_for_operator(name)] == []
 
 
 @needs_standin

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving import flags, lean
 
 
@@ -144,3 +145,27 @@ def test_an_edit_between_two_backward_passes_is_never_read_in_silence(budget):
             program.x[0, 1, 3, 3] += 50  # between the bytes of a sample
         found = told(partial(torch.autograd.grad, losses[0], program.read))
         assert "modified by an inplace operation" in found if isinstance(found, str) else same(found, stock)
+
+
+@pytest.mark.skipif(NODES is None, reason="what the process has is counted in C++")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_is_rebuilt_is_freed_behind_its_last_reader(inplace):
+    """At the end of the backward pass as many bytes are in use as in plain PyTorch, or fewer."""
+    layers = [(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU(inplace)) for _ in range(8)]
+    model = nn.Sequential(*(layer for one in layers for layer in one))
+    x = torch.randn(8, 16, 64, 64, requires_grad=True)
+    size, in_use = x.nbytes, {}
+    for name, context in (
+        ("plain", contextlib.nullcontext),
+        ("norm", lambda: lean("norm")),
+        ("conv", lambda: lean("conv")),
+    ):
+        for _ in range(3):
+            model.zero_grad()
+            with context():
+                h = x * 1
+                loss = model(h).square().mean()
+            h.register_hook(lambda _, name=name: in_use.__setitem__(name, NODES.bytes_in_use()))
+            loss.backward()
+    assert in_use["norm"] < in_use["plain"] + size
+    assert in_use["conv"] < in_use["plain"] + size

@@ -195,9 +195,21 @@ inline std::shared_ptr<const Other> other_of(Log& log, PyObject* given) {
   return made;
 }
 
+// What the hooks take is no time of the operator that saves.
+struct InHook {
+  const std::shared_ptr<Log> log = current && current->is_timed ? current : nullptr;
+  const double start = log ? clock_now() : 0;
+  InHook() = default;
+  InHook(const InHook&) = delete;
+  ~InHook() {
+    if (log) log->in_hooks += clock_now() - start;
+  }
+};
+
 // The pack hook.
 inline PyObject* pack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
+  const InHook timed;
   const Tensor& t = THPVariable_Unpack(given);
   auto owned = py::reinterpret_steal<py::object>(new_saved());
   PyObject* const object = owned.ptr();
@@ -224,7 +236,13 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   const auto asked = current->asked.back();
   if (!asked->layer.is_none()) s.original = alias_of(local), s.layer = asked->layer();
   const auto log = current;
-  save(s, local, t);
+  try {
+    save(s, local, t);
+  } catch (const std::exception&) {  // the node keeps the tensor, as in plain PyTorch
+    log->meets(kFailed);
+    s.tensor = alias_of(local);
+    if (s.value >= 0 && log->values[s.value].state == Value::kHeld) log->values[s.value].held = s.tensor;
+  }
   if (s.tensor.defined() && s.spec) s.tensor = t.grad_fn() ? t.detach() : t;
   hand_over(*log);
   return owned.release().ptr();

@@ -16,6 +16,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <queue>
 #include <thread>
@@ -48,8 +49,8 @@ struct Asked {
   py::object flags, layer, hold, owns, other;
   int met = 0;
 };
-enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8 };  // compiled code, hooks of others, memory
-// that a limit does not count, convolutions that cuDNN times
+enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8, kFailed = 16 };  // compiled code, hooks of
+// others, memory that a limit does not count, convolutions that cuDNN times, an error of the log's own
 
 struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
@@ -214,6 +215,9 @@ struct Log {
   std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each pass that is open
   std::shared_ptr<Times> times;      // if a plan is to be made of the pass
+  bool is_timed = false;             // does a pass that is open have a goal?
+  std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
+  double in_hooks = 0;               // seconds of those so far
   at::CallbackHandle callback = 0;
   std::atomic<const void*> owner = nullptr;  // the thread that reads or writes it, by an address of its own
   int depth = 0;
@@ -357,11 +361,13 @@ struct Log {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
-    largest = 0;
+    largest = 0, seconds.clear();
   }
 };
 
 inline thread_local std::shared_ptr<Log> current;
+
+inline double clock_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Whose weight is it: nobody's (0), one that is gathered and gets what it held before (1), of a module that does not run
 // now (2), which may have freed it when the backward pass comes.

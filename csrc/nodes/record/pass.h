@@ -90,6 +90,7 @@ struct Pass {
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
+    log->is_timed |= !follower.ask.is_none();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
     follower.renew = [this] { renew(); };
@@ -125,7 +126,7 @@ struct Pass {
   // All that it saved is gone, and the program goes on: Python ends the step, and another one begins.
   void renew() {
     const py::object way = py::getattr(follower.ask, "__self__");
-    way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, device());
+    way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, seconds(), device());
     first = std::min(first + then->seen, log->listed.size() - 1), then.reset();
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
@@ -147,6 +148,14 @@ struct Pass {
   py::object timeline() const {
     const Log::Lock lock(*log);
     return is_over() ? then->timeline : timeline_of(*log, follower, first_call, bytes_of_others());
+  }
+  // Of each call from the first one on, by name; 0: not known.
+  std::vector<std::pair<std::string, float>> seconds() const {
+    const Log::Lock lock(*log);
+    std::vector<std::pair<std::string, float>> made;
+    for (size_t i = first_call; i < log->calls.size(); ++i)
+      made.emplace_back(log->calls[i].rule ? log->calls[i].rule->name : "", i < log->seconds.size() ? log->seconds[i] : 0);
+    return made;
   }
   std::string device() const {  // of the largest tensor that it has saved
     const Value* most = nullptr;
@@ -221,6 +230,7 @@ inline void add_record(py::module_ module) {
       .def("device", &Pass::device)
       .def("places", &Pass::places)
       .def("timeline", &Pass::timeline)
+      .def("seconds", &Pass::seconds)
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

@@ -181,6 +181,14 @@ inline Cause said(const Value& x) {
   return {x.why, x.why == x.cause.why && x.why != Why::kCollective ? x.cause.of : nullptr};
 }
 
+// Bytes that keeping the value takes: of what was cast to a wider dtype, those of its source, as `encode` finds.
+inline int64_t bytes_when_kept(const Log& log, const Value& x) {
+  if (x.code) return static_cast<int64_t>(x.held.nbytes());
+  const auto from = coding::source_of_cast(log, x);
+  const auto narrow = from ? c10::elementSize(*from) : 0, wide = c10::elementSize(x.made.dtype);
+  return from && 2 * narrow <= wide && x.made.fills(x.storage_bytes) ? x.storage_bytes / static_cast<int64_t>(wide) * static_cast<int64_t>(narrow) : x.storage_bytes;
+}
+
 // The calls from `first` on, all values, what was saved, and bytes of `others`, as recorded_timeline.py reads it.
 inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t others) {
   const Times& times = *of.times;
@@ -207,7 +215,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
     const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `need`
     const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
-    values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes(x.made),
+    values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
                                  v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
                                  static_cast<int>(said(x).why), inputs, said(x).of == nullptr ? "" : *said(x).of));

@@ -15,6 +15,7 @@ inline thread_local Rules rules;
 struct Opened : at::ObserverContext {
   std::shared_ptr<Log> log;
   int call = -1;
+  double start = 0;  // seconds of the clock, without the hooks'
 };
 
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
@@ -119,8 +120,7 @@ inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inp
   }
 }
 
-inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
-  if (!current || busy) return nullptr;
+inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& fn) {
   Rule* const rule = rules.of(fn);
   if (rule == nullptr) return nullptr;
   if (rules.is_compiled(rule)) return current->meets(kCompiled), nullptr;
@@ -155,6 +155,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   log.open.push_back(number);
   auto opened = std::make_unique<Opened>();
   opened->log = current, opened->call = number;
+  if (log.is_timed) opened->start = clock_now() - log.in_hooks;
   return opened;
 }
 
@@ -177,12 +178,15 @@ inline bool is_differentiable(const std::vector<IValue>& results) {
   return std::any_of(results.begin(), results.end(), [](const IValue& v) { return v.isTensor() && v.toTensor().requires_grad(); });
 }
 
-inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
-  if (context == nullptr) return;
-  auto* const opened = static_cast<Opened*>(context);
+inline void read_results(const at::RecordFunction& fn, Opened* const opened) {
   Log& log = *opened->log;
   const Log::Lock lock(log);
   const int number = opened->call;
+  if (log.is_timed && number < static_cast<int>(log.calls.size())) {
+    log.seconds.resize(log.calls.size());
+    const double taken = clock_now() - log.in_hooks - opened->start;
+    log.seconds[number] = static_cast<float>(taken), log.in_hooks += taken;  // it is no time of a call around it
+  }
   const bool is_there = !log.closed && number < static_cast<int>(log.calls.size());
   for (const int memory : is_there ? log.calls[number].writing : decltype(Call::writing)())
     if (Value& x = log.values[log.memories[memory].current]; log.is_in_mode(memory, x)) x.version = x.counter.current_version();
@@ -203,6 +207,23 @@ inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   if (log.calls[number].grad_mode && !log.calls[number].outs.empty() && are_hooks_of_others() && is_differentiable(fn.outputs())) log.meets(kOthersHooks);
   const auto waiting = std::exchange(log.calls[number].waiting, {});
   for (const int v : waiting) decide(log, v);
+}
+
+// The program goes on where its call cannot be recorded: what the call makes or writes is then like what was there before.
+template <class Run> auto isolated(Log& log, const Run& run) -> decltype(run()) {
+  try {
+    return run();
+  } catch (const std::exception&) {
+    log.meets(kFailed);
+    return decltype(run())();
+  }
+}
+inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
+  if (!current || busy) return nullptr;
+  return isolated(*current, [&fn] { return read_call(fn); });
+}
+inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
+  if (auto* const opened = static_cast<Opened*>(context)) isolated(*opened->log, [&] { read_results(fn, opened); });
 }
 
 }  // namespace leannorm::recording

@@ -296,18 +296,26 @@ class Replay {
     keep(v, stack[0].toTensor());
   }
 
-  // In place: by its functional namesake, or on a copy of what was there.
+  // Its memory is the replay's alone, and this is its last reader. `t`: as the reader has it.
+  bool is_spent(int v, const Tensor& t) const {
+    const Value& x = log_.values[v];
+    const bool is_last = !scratch_ && x.left == 1 && x.rebuilt.defined() && x.rebuilt.unsafeGetTensorImpl() == t.unsafeGetTensorImpl();
+    return is_last && t.storage().use_count() == 1;
+  }
+  // In place: as the program did, where nobody else reads what was there; else by its functional namesake, or on a copy.
   void edit(const Call& call, std::vector<Tensor>& read) {
     const int v = call.outs[0];
     const Geometry& made = log_.values[v].made;
     const bool whole = call.reads[0].geometry < 0, fills = fills_all(log_, call);
-    if (call.rule->functional && whole && !fills) {
+    const bool spent = whole && !fills && is_spent(call.reads[0].value, read[0]);
+    if (call.rule->functional && whole && !fills && !spent) {
       auto stack = stack_of(call, read);
       call.rule->again->callBoxed(&stack);
       return keep(v, stack[0].toTensor());
     }
-    const Tensor base = fills ? at::empty_strided(made.sizes, made.strides, at::TensorOptions().dtype(made.dtype).device(made.device))
-                              : copy_of(read[0], made);
+    const Tensor base = fills   ? at::empty_strided(made.sizes, made.strides, at::TensorOptions().dtype(made.dtype).device(made.device))
+                       : spent ? read[0]
+                               : copy_of(read[0], made);
     read[0] = whole ? base : shown(base, log_.geometries[call.reads[0].geometry]);
     auto stack = stack_of(call, read);
     call.rule->op->callBoxed(&stack);

@@ -34,6 +34,12 @@ inline bool are_filled(const Log& log, int v) {
   return all;
 }
 
+// Of a transposed convolution a device may add in any order, as of a convolution's gradient.
+inline bool is_transposed(const Call& call) {
+  constexpr size_t kTransposed = 6;
+  return call.rule->formula == Formula::kConvolution && call.args.size() > kTransposed && call.args[kTransposed].isBool() && call.args[kTransposed].toBool();
+}
+
 class Walk {
  public:
   // `before`: what was saved from this number on is not at hand.
@@ -126,7 +132,7 @@ class Walk {
     if (!call.usable) return says(call.of_mode ? Why::kMode : Why::kFlags, v);
     if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
     if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return says(Why::kNever, v);
-    if (is_on_device(of.made) && call.rule->varies && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
+    if (is_on_device(of.made) && (call.rule->varies || is_transposed(call)) && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
     if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return log_.meets(kTimedCalls), says(Why::kTimed, v);
     if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
     const Policy& policy = log_.policy;

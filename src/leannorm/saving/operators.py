@@ -113,8 +113,22 @@ OPERATORS: dict[str, Operator] = {
 }
 _IN_ANY_ORDER = (
     "index_add index_copy index_put _unsafe_index_put _index_put_impl put scatter scatter_add scatter_reduce"
-    " index_reduce cumsum bincount histc kthvalue median nanmedian"
+    " index_reduce cumsum bincount histc kthvalue median nanmedian max_unpool2d max_unpool3d"
+    " nll_loss_forward nll_loss2d_forward"
+    # gradients, which a pass calls where it differentiates something itself
+    " convolution_backward embedding_dense_backward _embedding_bag_backward _ctc_loss_backward"
+    " avg_pool3d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"
+    " adaptive_max_pool2d_backward max_pool2d_with_indices_backward max_pool3d_with_indices_backward"
+    " fractional_max_pool2d_backward fractional_max_pool3d_backward"
+    " upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward"
+    " upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"
+    " reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward"
+    " replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward"
+    " grid_sampler_2d_backward grid_sampler_3d_backward"
+    " _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward"
+    " _scaled_dot_product_cudnn_attention_backward"
 )
 VARYING = tuple(_rows("once", _IN_ANY_ORDER))
 """On a device threads add or write here in any order, so that equal calls may give other bits, unless torch
-is asked for deterministic algorithms (whose list this follows). In-place forms are meant, too."""
+is asked for deterministic algorithms, whose list in torch's documentation this follows. In-place forms are
+meant, too. Transposed convolutions are others, which the log finds by their arguments."""

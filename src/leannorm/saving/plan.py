@@ -5,7 +5,7 @@ A pass without a plan rebuilds all that it can; from its sizes and prices the pl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ from leannorm.planning.plan import Plan, by_overhead
 from leannorm.planning.plan import plan as point_for
 from leannorm.planning.timeline import Outcome
 
+Taken = list[tuple[str, float]]  # by call of an operator its name, and the seconds that it took
 Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor, and its number among all that was saved
 
 
@@ -22,7 +23,8 @@ class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
     `places`: for each value of the step, the tensors that share its memory, by index. `whys`: why others
-    could not be rebuilt.
+    could not be rebuilt. `again`: the same at the prices of another pass, by the seconds of its calls; None
+    where these say nothing.
     """
 
     calls: tuple[Call, ...]
@@ -30,10 +32,11 @@ class Pass(NamedTuple):
     places: tuple[tuple[int, ...], ...]
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
     whys: Mapping[int, str] = {}
+    again: Callable[[Taken], Pass | None] | None = None
 
     def without_lines(self) -> Pass:
         """What passes that follow a plan read of its pass: the step itself takes megabytes."""
-        return self._replace(lines=cast("Any", None), places=())
+        return self._replace(lines=cast("Any", None), places=(), again=None)
 
     @property
     def share_of_hooks(self) -> float:

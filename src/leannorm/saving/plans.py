@@ -11,7 +11,7 @@ from typing import Any
 from leannorm.planning.goal import Goal
 from leannorm.planning.loop import Loop
 from leannorm.saving import reasons
-from leannorm.saving.plan import Call, Pass, RebuildPlan, plan, rungs, size, structure
+from leannorm.saving.plan import Call, Pass, RebuildPlan, Taken, plan, rungs, size, structure
 
 _MAX_PLANS = 256
 _ANEW = 16  # a plan is made again after so many passes: what the first could not rebuild, a later one may
@@ -20,6 +20,7 @@ _TRIES = 3  # passes that follow no plan, so that one of them may be the one tha
 _NEAR = 0.75, 4 / 3  # of the sizes that a plan was made for: there its choice is still a good one
 _PROMISED = 1.05, 0.02  # of the share that is planned, and of stock's bytes: more was not kept as planned
 _MISSES = 2
+_MOST_FOLLOWS = 8  # a plan whose passes all have other sizes stays at its first prices
 
 
 @dataclass
@@ -28,7 +29,8 @@ class _Made:
 
     `settled`: do they meet a budget or a peak? A pass without a plan, to make another of, might not.
     `follows`: their passes. `misses`: those that kept more than planned; `missed`: was the last one such?
-    `rungs`: the plans of all overheads, where steps are measured, and `loop` chooses one.
+    `rungs`: the plans of all overheads, where steps are measured, and `loop` chooses one. `again`: the pass
+    at the prices of another one, until there was one: what a first call takes is not what others do.
     """
 
     calls: tuple[Call, ...]
@@ -38,6 +40,7 @@ class _Made:
     misses: int = 0
     missed: bool = False
     rungs: tuple[RebuildPlan, ...] = ()
+    again: Callable[[Taken], Pass | None] | None = None
     loop: Loop | None = None
 
     def rung(self) -> RebuildPlan | None:
@@ -167,11 +170,17 @@ class Following:
         """Why a tensor is held that the plan does not rebuild."""
         return reasons.PLANNED if self.plan is None else self.plan.made_for.whys.get(place, reasons.PLANNED)
 
-    def end(self, calls: Sequence[Call], read: Callable[[], Pass], share: float) -> str | None:
+    def end(
+        self,
+        calls: Sequence[Call],
+        read: Callable[[], Pass],
+        share: float,
+        seconds: Callable[[], Taken],
+    ) -> str | None:
         """Make a plan from a pass that followed none, or note that one was followed; a reason, if it missed.
 
         `calls` are those of the whole pass, `read()` its prices, which take time, `share` what it kept of
-        stock's bytes.
+        stock's bytes, `seconds()` what the calls of its log took.
         """
         if not calls:
             return None
@@ -180,7 +189,9 @@ class Following:
             self._follow(None)
             self._stray(known)
         elif entry is not None:
-            return self._followed(known, entry, tuple(calls), share)
+            missed = self._followed(known, entry, tuple(calls), share)
+            self._price_again(entry, tuple(calls), seconds)
+            return missed
         elif self.whole:
             self._make(known, tuple(calls), read)
         return reasons.STRAYED if self._strayed and self.goal.budget is None else None
@@ -206,6 +217,18 @@ class Following:
         known.strays = 0
         return told
 
+    def _price_again(self, entry: _Entry, calls: tuple[Call, ...], seconds: Callable[[], Taken]) -> None:
+        """The pass that follows a new plan shows what its calls take where they are not the first."""
+        made = entry.made
+        if made.again is None or made.calls != calls or entry.plan.made_for.calls != calls:
+            made.again = made.again if made.follows < _MOST_FOLLOWS else None
+            return
+        passed, made.again = made.again(seconds()), None
+        if passed is not None:
+            full = plan(self.goal, passed)
+            made.settled = full.chosen.reached and not self.goal.promises_time
+            entry.plan, entry.places = full._replace(made_for=full.made_for.without_lines()), None
+
     def _make(self, known: _Known, calls: tuple[Call, ...], read: Callable[[], Pass]) -> None:
         known.whole = max(known.whole - 1, 0)
         before = next((one for one in known.entries if one.plan.made_for.calls == calls), None)
@@ -222,6 +245,7 @@ class Following:
             known.entries = [one for one in known.entries if one.made is not old]
         full = plan(self.goal, passed)
         made.settled = full.chosen.reached and not self.goal.promises_time
+        made.again = passed.again if self._place is None else None
         if self._place is not None:
             made.loop = Loop(self.goal.overhead or 0.0) if old is None or old.loop is None else old.loop
             made.rungs = rungs(full)

@@ -81,15 +81,11 @@ def table(device: torch.device) -> Rates:
 
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
-    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike.
-
-    Where a plan may not take more than some time, the hooks' price counts, and the table's is that of Python.
-    """
+    """Measured rates for what is promised in time; for bytes those of the table."""
     if goal.promises_time:
         return measured(device)
-    in_cpp = NODES is not None and goal.overhead is not None
     rates = table(device)
-    return rates._replace(hold=_IN_CPP, rebuild=_IN_CPP) if in_cpp else rates, None
+    return rates if NODES is None else rates._replace(hold=_IN_CPP, rebuild=_IN_CPP), None
 
 
 RANKS = (

@@ -67,6 +67,10 @@ COMPARED = (
     "this pass keeps everything, as plain PyTorch does, so that the time of a step with the plan can be"
     " compared with it: bytes are those of the pass that the plan was made of"
 )
+FAILED = (
+    "lean() met an error of its own, out of memory perhaps: what it could not record is kept, as in plain"
+    " PyTorch"
+)
 LIMIT_UNSEEN = (
     "limit was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
     " what a process has; as little was kept as can be rebuilt; ask for a peak instead, as peak=0.8"
@@ -128,6 +132,7 @@ STRAYED = (
 OF_THE_PASS = {
     BENCHMARK,
     COMPILED,
+    FAILED,
     TRANSFORMED,
     TRACED,
     TRANSFORMED_WITHIN,

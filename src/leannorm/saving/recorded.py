@@ -25,7 +25,7 @@ from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, VARYING, Operator
-from leannorm.saving.plan import Call, Pass
+from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
@@ -69,6 +69,7 @@ _MET = {
     2: reasons.HOOKS_WITHIN,
     4: reasons.LIMIT_UNSEEN,
     8: reasons.BENCHMARK,
+    16: reasons.FAILED,
 }
 SMALLEST = 1024  # elements; a smaller tensor is held, and nothing is told of it
 _SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
@@ -252,9 +253,13 @@ class RecordedPass:
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self._way is not None
-        return self._way.passed(
-            self._timeline, self._pass.places(), self.reasons, torch.device(self._pass.device())
-        )
+        device = torch.device(self._pass.device())
+        return self._way.passed(self._timeline, self.seconds(), self._pass.places(), self.reasons, device)
+
+    def seconds(self) -> Taken:
+        """What each call of the pass has taken."""
+        seconds: Taken = self._pass.seconds()
+        return seconds
 
     def forget(self) -> None:
         """Let go of what only a plan is made from."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons
-from leannorm.saving.plan import Call, Pass
+from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
-from leannorm.saving.rates import rates_for
+from leannorm.saving.rates import Rates, rates_for
 from leannorm.saving.recorded_timeline import Timeline
 
 
@@ -25,7 +25,7 @@ class Way:
     def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
         self.following, self._whys, self._log = following, whys, log
         # may a loss that a plan keeps be kept by its source? An overhead has no price for that
-        self.narrows = following.goal.overhead is None and log is NODES
+        self.narrows = not following.goal.promises_time and log is NODES
         self._calls: list[Call] = []
         self.failed: Exception | None = None
         self.reasons = Counter[str]()
@@ -43,12 +43,13 @@ class Way:
             self.failed = error
             return True, None, 0, ""
 
-    def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, device: str) -> None:
+    def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
         """A backward pass has freed all of the step, and the pass goes on with another one."""
         following = self.following
         try:
-            read = partial(self.passed, timeline, places, self.reasons, torch.device(device))
-            why = following.end(self.calls(places), read, kept / max(kept + rebuilt, 1))
+            read = partial(self.passed, timeline, seconds, places, self.reasons, torch.device(device))
+            share = kept / max(kept + rebuilt, 1)
+            why = following.end(self.calls(places), read, share, lambda: seconds)
             self.reasons.update([] if why is None else [why])
         except Exception as error:  # a plan is never worth an error in the forward pass
             self.reasons[reasons.no_plan(error)] = 1
@@ -80,12 +81,27 @@ class Way:
             entry.places = self._log.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
         return entry.places
 
-    def passed(self, told: tuple[Any, ...], count: int, said: Counter[str], device: torch.device) -> Pass:
-        """The pass that ends now, by its log, for a plan, with the rates of the device."""
+    def passed(
+        self,
+        told: tuple[Any, ...],
+        seconds: Taken,
+        count: int,
+        said: Counter[str],
+        device: torch.device,
+    ) -> Pass:
+        """The pass that ends now, by its log, for a plan: on a CPU at the prices that its calls have shown,
+        on other devices at their rates."""
         rates, why = rates_for(self.following.goal, device)
         if why is not None:
             said[why] = 1
-        timeline = Timeline(told, rates, self.narrows)
+        calls = tuple(self.calls(count))
+        taken = [one for _, one in seconds] if device.type == "cpu" else []
+        return self._priced(told, rates, calls, taken)
+
+    def _priced(
+        self, told: tuple[Any, ...], rates: Rates, calls: tuple[Call, ...], seconds: list[float]
+    ) -> Pass:
+        timeline = Timeline(told, rates, self.narrows, seconds)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {
@@ -93,6 +109,19 @@ class Way:
             for place, value in kept
             if value.why and not value.makes
         }
-        return Pass(
-            tuple(self.calls(count)), lines, places, hooks=rates.hold * len(timeline.saves), whys=whys
-        )
+
+        def again(seen: Taken) -> Pass | None:
+            """At the prices of the same calls in another pass."""
+            if not seconds:
+                return None
+            later = defaultdict[str, list[float]](list)
+            for name, one in reversed(seen[: len(timeline.calls)]):
+                later[name].append(one)
+            least = [
+                min(before, later[call.name].pop()) if later[call.name] else before
+                for before, call in zip(seconds, timeline.calls, strict=False)
+            ]
+            return self._priced(told, rates, calls, least)
+
+        hooks = rates.hold * len(timeline.saves)
+        return Pass(calls, lines, places, hooks=hooks, whys=whys, again=again)

@@ -8,13 +8,13 @@ first in the backward pass, until the call that made the value.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from leannorm.planning.lines import Lines
-from leannorm.planning.timeline import Moment, Step
+from leannorm.planning.timeline import Moment, Step, of_stock
 from leannorm.planning.timeline import Value as Planned
 from leannorm.saving.operators import OPERATORS
 from leannorm.saving.rates import Rates
@@ -49,14 +49,15 @@ class Call(NamedTuple):
 
 
 class Value(NamedTuple):
-    """One version of a memory. `storage`: the bytes of that. `gradient`: bits of plan.h. `needed`: does the
-    backward pass read it, or make others of it? `makes`: is it made again, or could it be if others were
-    held? `held`: in this pass it is not. `counts`: among the bytes that are held, or rebuilt. `why`, `of`:
-    the reason why it is held, and the operator to which that applies."""
+    """One version of a memory. `storage`: the bytes of that; `coded`: those that keeping it takes. `gradient`:
+    bits of plan.h. `needed`: does the backward pass read it, or make others of it? `makes`: is it made again,
+    or could it be if others were held? `held`: in this pass it is not. `counts`: among the bytes that are held,
+    or rebuilt. `why`, `of`: the reason why it is held, and the operator to which that applies."""
 
     memory: int
     call: int
     storage: int
+    coded: int
     nbytes: int
     itemsize: int
     is_floating: bool
@@ -74,11 +75,19 @@ class Value(NamedTuple):
 class Timeline:
     """One pass, and its backward pass."""
 
-    def __init__(self, told: tuple[Any, ...], rates: Rates, narrows: bool = False) -> None:
-        """`narrows`: may the source of a cast be held in the place of a log-softmax?"""
+    def __init__(
+        self,
+        told: tuple[Any, ...],
+        rates: Rates,
+        narrows: bool = False,
+        seconds: Sequence[float] = (),
+    ) -> None:
+        """`narrows`: may the source of a cast be held in the place of a log-softmax? `seconds`: what each
+        call has taken; none where the device runs behind its host."""
         calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         self.values, self.rates, self._narrows = [Value(*value) for value in values], rates, narrows
+        self.taken = [*seconds[: len(self.calls)], *[0.0] * (len(self.calls) - len(seconds))]
         self.forward = max(len(self.calls), 1)
         self.born: dict[int, int] = {}  # by memory: the call that made it; -1: it was there before
         self.size: dict[int, int] = defaultdict(int)
@@ -127,23 +136,49 @@ class Timeline:
 
     # ------------------------------------------------------------ prices
 
-    def price_of(self, call: Call, inputs: list[int], by_result: bool) -> float:
-        """Seconds of a call that is made again."""
-        rate, out = self.rates, sum(self.values[i].nbytes for i in call.outs)
+    def price_of(self, number: int, inputs: list[int], by_result: bool) -> float:
+        """Seconds of a call that is made again: as long as it took, if that is known."""
+        call, rate = self.calls[number], self.rates
+        if self.taken[number] > 0 and not by_result:
+            return self.taken[number]
+        out = sum(self.values[i].nbytes for i in call.outs)
         moved = out + sum(self.values[i].nbytes for i in inputs)
         seconds = rate.call + moved / rate.memory
         if call.operations and not by_result:
-            seconds += call.operations / rate.operations(self.values[call.outs[0]].itemsize, call.groups)
-        return seconds
+            seconds += self._by_operations(call)
+        return seconds * self.slower
+
+    def _by_operations(self, call: Call) -> float:
+        return call.operations / self.rates.operations(self.values[call.outs[0]].itemsize, call.groups)
+
+    def _of_forward(self, call: Call) -> float:
+        """Seconds of a call by the rates of the device."""
+        moved = sum(read.nbytes for read in call.reads) + sum(self.values[i].nbytes for i in call.outs)
+        return (
+            self.rates.call
+            + moved / self.rates.memory
+            + (self._by_operations(call) if call.operations else 0)
+        )
+
+    @cached_property
+    def slower(self) -> float:
+        """How many times as long as by the rates it takes to move bytes."""
+        moving = [i for i, call in enumerate(self.calls) if self.taken[i] > 0 and not call.operations]
+        taken, by_rates = (
+            sum(self.taken[i] for i in moving),
+            sum(self._of_forward(self.calls[i]) for i in moving),
+        )
+        return taken / by_rates if by_rates and taken else 1.0
 
     @cached_property
     def seconds(self) -> float:
         """The price of the step without a plan."""
         total, rate = 0.0, self.rates
-        for call in self.calls:
+        for number, call in enumerate(self.calls):
             gets = self.differentiated(call)
             if not gets:
                 continue
+            before = total
             factors = [read for read in call.reads if read.nbytes and self.values[read.value].is_floating]
             first = 1 if len(factors) == 3 and call.groups == 0 else 0  # behind what is added to a product
             frozen = any(read not in gets for read in factors[first : first + 2])
@@ -151,6 +186,8 @@ class Timeline:
             total += (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
             moved = sum(read.nbytes for read in gets) + sum(self.values[i].nbytes for i in call.outs)
             total += 2 * rate.call + _PASSES * moved / rate.memory
+            if self.taken[number] > 0:  # the backward pass takes as much longer as the forward pass did
+                total = before + (total - before) * self.taken[number] / self._of_forward(call)
         return total
 
     # ------------------------------------------------------------ memory beside the values
@@ -193,6 +230,7 @@ class Timeline:
             places[value].update([place] if place >= 0 else ())
         index, planned, behind = dict[int, int](), list[Planned](), list[tuple[int, ...]]()
         held = self._others
+        wider: dict[int, int] = {}  # what plain PyTorch keeps whole
         runs: dict[int, int] = {}  # of calls several of whose results are made again
         results: dict[int, int] = defaultdict(int)
         for value in self.values:
@@ -205,11 +243,11 @@ class Timeline:
             if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
                 held += value.storage if value.counts and before else 0
-                made = Planned(value.storage if value.counts and not before else 0, None)
+                made = Planned(value.coded if value.counts and not before else 0, None)
             else:
                 call, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
                 by_result = any(s in call.outs for s in value.inputs)
-                seconds = self.price_of(call, value.inputs, by_result)
+                seconds = self.price_of(value.call, value.inputs, by_result)
                 if results[value.call] > 1 and not by_result:
                     if value.call not in runs:
                         runs[value.call] = len(planned)
@@ -217,11 +255,13 @@ class Timeline:
                         behind.append(())
                     seconds, made_of = 0.0, (runs[value.call],)
                 seconds += self.rates.rebuild * len(own)
-                nbytes = value.storage if i in saved else None
+                nbytes = value.coded if i in saved else None
                 if i in self.narrow:
                     nbytes = call.reads[0].nbytes
                     beside.add(len(planned))
                 made = Planned(nbytes, seconds, made_of, again=value.nbytes)
+            if made.nbytes == value.coded:
+                wider[len(planned)] = value.storage
             index[i] = len(planned)
             planned.append(made._replace(made=first, until=first - 1))
             behind.append(by_place)
@@ -232,7 +272,8 @@ class Timeline:
         backward = [Moment(tuple(reads.get(moment, ()))) for moment in range(self.forward, 2 * self.forward)]
         stock = frozenset(range(len(planned))) - beside
         step = Step(planned, self.forward, backward, self.memory, stock, self.seconds, held)
-        return Lines(step), tuple(behind)
+        whole = [value._replace(nbytes=wider.get(i, value.nbytes)) for i, value in enumerate(planned)]
+        return Lines(step, of_stock(step._replace(values=whole))), tuple(behind)
 
     def _in_order(self) -> list[int]:
         """All that the backward pass needs, each behind what it is made of."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._torch import left_to_python
 from leannorm.saving.log.log import Log
-from leannorm.saving.log.recorder import COMPILED, OWN, THREAD, is_of_checkpoint
+from leannorm.saving.log.recorder import COMPILED, FAILED, OWN, THREAD, is_of_checkpoint
 from leannorm.saving.log.replay import Replay
 from leannorm.saving.log.tensors import (
     Geometry,
@@ -196,6 +196,11 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
         log.busy = True
         try:
             _save(log, saved, local, tensor)
+        except Exception:  # the node keeps the tensor, as in plain PyTorch
+            log.meets(FAILED)
+            saved.tensor = alias_of(local)
+            x = log.values[saved.value]
+            x.held = saved.tensor if x.state == HELD else x.held
         finally:
             log.busy = False
         if saved.tensor is not None and saved.spec is not None:

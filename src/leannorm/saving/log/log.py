@@ -30,6 +30,8 @@ class Log:
         self.passes: list[Any] = []  # that are open, the innermost last
         self.to_move: list[int] = []  # values that may be held elsewhere
         self.times: Any = None  # if a plan is to be made of the pass
+        self.seconds: dict[int, float] = {}  # by call what it took, once a pass with a goal is open
+        self.is_timed = False
         self.recorder: Any = None  # the mode that writes it
         self.behind = -1  # torch's count of nodes when the log began within an operator, which goes on
         self.subclasses = False  # may there be any, such as DTensors?
@@ -98,6 +100,7 @@ class Log:
         for kept in (self.values, self.calls, self.listed, self.to_move):
             kept.clear()
         self.leaves.clear()
+        self.seconds.clear()
         self.others = [one for one in self.others if one() is not None]
         self.largest = 0
 

@@ -94,6 +94,7 @@ class RecordedPass:
             self.first_other = len(log.others)
             self.follower = Follower(ask, log.policy, self.first)
             self.follower.renew = self._renew
+            log.is_timed = log.is_timed or ask is not None
             if ask is not None:
                 log.times = self.follower.times = Times() if log.times is None else log.times
             log.passes.append(self)
@@ -175,7 +176,8 @@ class RecordedPass:
         then, log, follower = self._noted, self.log, self.follower
         assert then is not None
         way: Any = getattr(follower.ask, "__self__", None)
-        way.renew(then.saved.held, then.saved.dropped, then.places, then.timeline, self.device())
+        held, dropped = then.saved.held, then.saved.dropped
+        way.renew(held, dropped, then.places, then.timeline, self.seconds(), self.device())
         self.first = min(self.first + then.seen, len(log.listed) - 1)
         self.first_call, self.first_other = len(log.calls), len(log.others)
         follower.first, follower.noted, follower.place, follower.plan = self.first, 0, -1, None
@@ -212,6 +214,11 @@ class RecordedPass:
             log.settle()
             others = sum(other.nbytes for other, counts in self._others() if counts)
             return timeline_of(log, self.follower, self.first_call, others)
+
+    def seconds(self) -> list[tuple[str, float]]:
+        """Of each call from the first one on, by name; 0: not known."""
+        calls = enumerate(self.log.calls[self.first_call :], self.first_call)
+        return [(call.rule.name, self.log.seconds.get(i, 0.0)) for i, call in calls]
 
     def calls(self) -> list[str]:
         return [call.rule.name for call in self.log.calls]

@@ -196,7 +196,8 @@ def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, .
             v in taken and x.call < 0 and x.storage_bytes <= COPIED
         )  # or would be, as in `need`
         counts = (x.refs > 0 or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
-        of_memory = x.memory, -1 if x.call < start else x.call - start, x.storage_bytes, x.made.nbytes
+        maker, whole = -1 if x.call < start else x.call - start, x.storage_bytes
+        of_memory = x.memory, maker, whole, whole, x.made.nbytes
         of_dtype = x.made.dtype.itemsize, x.made.dtype.is_floating_point, times.of_value.get(v, 0)
         why = said(x)
         states = x.refs > 0, v in makes, x.state != DROPPED, counts, copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain
 from leannorm.saving.log.values import DROPPED, HELD, Call, Read
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
-COMPILED, OTHERS_HOOKS = 1, 2  # what a pass met, as `Met` in log.h
+COMPILED, OTHERS_HOOKS, FAILED = 1, 2, 16  # what a pass met, as `Met` in log.h
 _MANY = 4096  # calls
 
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -67,7 +68,14 @@ class Recorder(TorchDispatchMode):
         if rule is None or rule.kind == SKIP or log.busy or log.closed or log.waits():
             return func(*args, **kwargs)
         with log:
-            number, writes = begin(log, rule, args, kwargs)
+            try:
+                number, writes = begin(log, rule, args, kwargs)
+            except Exception:  # what the call makes or writes is then like what was there before
+                log.meets(FAILED)
+                number = -1
+        if number < 0:
+            return func(*args, **kwargs)
+        start = perf_counter()
         try:
             result = func(*args, **kwargs)
         except BaseException:
@@ -75,8 +83,14 @@ class Recorder(TorchDispatchMode):
                 log.calls[number].usable = False
                 finish_writes(log, number, writes)
             raise
+        seconds = perf_counter() - start
         with log:
-            end(log, number, writes, result)
+            if log.is_timed:
+                log.seconds[number] = seconds
+            try:
+                end(log, number, writes, result)
+            except Exception:
+                log.meets(FAILED)
             if log.to_move:
                 hand_over(log)
         return result
@@ -118,10 +132,12 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
         log.times.look(log, number)
     full = rule.full(args, kwargs)
     call = Call(rule, full, len(args), tuple(kwargs))
+    call.usable = False  # as long as it is not read whole
     log.calls.append(call)
-    call.usable, call.flags = not (_modes_below() or _inference()), current()
+    flags = current()
     unpack = unpack_of_others()
     call.in_checkpoint = unpack is not None and is_of_checkpoint(unpack)
+    call.usable, call.flags = not (_modes_below() or _inference()), flags
     tensors = read_arguments(log, number, call)
     others = unpack is not None and call.grad_mode and not call.in_checkpoint
     if others and any(t.requires_grad for given in tensors.values() for t in _listed(given)):

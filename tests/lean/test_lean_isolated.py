@@ -1,0 +1,85 @@
+"""An error of the log is none of the program: what could not be recorded is kept, and `saved` says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lean_cases import forget_trials
+from torch import nn
+
+from leannorm import lean
+from leannorm.saving import flags, reasons, small
+from leannorm.saving.log import hooks, recorder
+
+
+@pytest.fixture(autouse=True)
+def all_are_looked_at(monkeypatch):
+    monkeypatch.setattr(small, "SMALL", -1)
+    forget_trials()
+
+
+class Error(Exception):
+    pass
+
+
+class NowAndThen:
+    """Raises an error in two of three calls."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls % 3:
+            raise Error
+        return self.function(*args)
+
+
+def step(model, x):
+    """Every second layer under other flags, with an edit in place of what others read."""
+    for i, layer in enumerate(model):
+        with torch.backends.mkldnn.flags(enabled=i % 2 == 0):
+            x = layer(x)
+            x = x.exp().sin() + x
+            x.mul_(0.5)
+    return x.square().mean()
+
+
+@pytest.fixture
+def broken(with_and_without_nodes, monkeypatch):
+    """Calls cannot be recorded now and then."""
+    if with_and_without_nodes:
+        monkeypatch.setattr(flags.Flags, "now", NowAndThen(flags.Flags.now))
+    else:
+        monkeypatch.setattr(recorder, "current", NowAndThen(recorder.current))
+
+
+def check(**goal):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(7)))
+    x = torch.randn(64, 64)
+    step(model, x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    for _ in range(4):
+        model.zero_grad()
+        with lean(**goal) as saved:
+            loss = step(model, x)
+        loss.backward()
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+        assert reasons.FAILED in saved.reasons
+        assert saved.kept_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:leannorm. (lean.. met an error|budget=)")
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("goal", [{"recompute": "norm"}, {"budget": 0.5}], ids=str)
+def test_calls_that_cannot_be_recorded(goal):
+    check(**goal)
+
+
+@pytest.mark.filterwarnings("ignore:leannorm. lean.. met an error")
+def test_tensors_that_cannot_be_decided_on(monkeypatch):
+    from lean_cases import without_nodes
+
+    without_nodes(monkeypatch)
+    monkeypatch.setattr(hooks, "decide", NowAndThen(hooks.decide))
+    check(recompute="norm")
