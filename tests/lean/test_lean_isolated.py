@@ -38,10 +38,11 @@ class NowAndThen:
 def step(model, x):
     """Every second layer under other flags, with an edit in place of what others read."""
     for i, layer in enumerate(model):
-        with torch.backends.mkldnn.flags(enabled=i % 2 == 0):
-            x = layer(x)
-            x = x.exp().sin() + x
-            x.mul_(0.5)
+        torch.use_deterministic_algorithms(i % 2 == 1)
+        x = layer(x)
+        x = x.exp().sin() + x
+        x.mul_(0.5)
+    torch.use_deterministic_algorithms(False)
     return x.square().mean()
 
 

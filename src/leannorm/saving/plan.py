@@ -125,6 +125,8 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     if asked is not None:
         goal = goal._replace(overhead=max(asked - hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
+    if asked is not None and hooks > asked:  # then passes are left as they are
+        chosen = chosen._replace(point=chosen.stock)
     return RebuildPlan(made_for, _rebuilt(made_for, chosen.point), chosen, hooks, asked)
 
 

@@ -81,11 +81,21 @@ def table(device: torch.device) -> Rates:
 
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
-    """Measured rates for what is promised in time; for bytes those of the table."""
+    """Measured rates for what is promised in time; for bytes those of the table.
+
+    Where a plan may not take more than some time, the hooks' price counts, and the table's is that of Python.
+    """
     if goal.promises_time:
         return measured(device)
+    in_cpp = NODES is not None and goal.overhead is not None
     rates = table(device)
-    return rates if NODES is None else rates._replace(hold=_IN_CPP, rebuild=_IN_CPP), None
+    return rates._replace(hold=_IN_CPP, rebuild=_IN_CPP) if in_cpp else rates, None
+
+
+def of_table_alone() -> bool:
+    """Do plans not depend on what calls have taken? With several ranks, and where LEANNORM_RATES is empty."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return several or path() is None
 
 
 RANKS = (

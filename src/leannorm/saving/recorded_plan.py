@@ -12,7 +12,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
-from leannorm.saving.rates import Rates, rates_for
+from leannorm.saving.rates import Rates, of_table_alone, rates_for
 from leannorm.saving.recorded_timeline import Timeline
 
 
@@ -95,13 +95,14 @@ class Way:
         if why is not None:
             said[why] = 1
         calls = tuple(self.calls(count))
-        taken = [one for _, one in seconds] if device.type == "cpu" else []
+        known = device.type == "cpu" and not of_table_alone()
+        taken = [one for _, one in seconds] if known else []
         return self._priced(told, rates, calls, taken)
 
     def _priced(
         self, told: tuple[Any, ...], rates: Rates, calls: tuple[Call, ...], seconds: list[float]
     ) -> Pass:
-        timeline = Timeline(told, rates, self.narrows, seconds)
+        timeline = Timeline(told, rates, self.narrows, seconds, codes=self.following.goal.peak is None)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {

@@ -51,8 +51,8 @@ class Call(NamedTuple):
 class Value(NamedTuple):
     """One version of a memory. `storage`: the bytes of that; `coded`: those that keeping it takes. `gradient`:
     bits of plan.h. `needed`: does the backward pass read it, or make others of it? `makes`: is it made again,
-    or could it be if others were held? `held`: in this pass it is not. `counts`: among the bytes that are held,
-    or rebuilt. `why`, `of`: the reason why it is held, and the operator to which that applies."""
+    or could it be if others were held? `held`: in this pass it is not. `counts`: among the bytes that are
+    held, or rebuilt. `why`, `of`: the reason why it is held, and the operator to which that applies."""
 
     memory: int
     call: int
@@ -81,12 +81,16 @@ class Timeline:
         rates: Rates,
         narrows: bool = False,
         seconds: Sequence[float] = (),
+        codes: bool = True,
     ) -> None:
         """`narrows`: may the source of a cast be held in the place of a log-softmax? `seconds`: what each
-        call has taken; none where the device runs behind its host."""
+        call has taken; none where the device runs behind its host. `codes`: does what is kept count in the
+        fewer bytes that it gets some time later?"""
         calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
-        self.values, self.rates, self._narrows = [Value(*value) for value in values], rates, narrows
+        whole = [Value(*value) for value in values]
+        self.values = whole if codes else [value._replace(coded=value.storage) for value in whole]
+        self.rates, self._narrows = rates, narrows
         self.taken = [*seconds[: len(self.calls)], *[0.0] * (len(self.calls) - len(seconds))]
         self.forward = max(len(self.calls), 1)
         self.born: dict[int, int] = {}  # by memory: the call that made it; -1: it was there before
