@@ -49,8 +49,8 @@ class Call(NamedTuple):
 
 
 class Value(NamedTuple):
-    """One version of a memory. `storage`: the bytes of that; `coded`: those that keeping it takes. `gradient`:
-    bits of plan.h. `needed`: does the backward pass read it, or make others of it? `makes`: is it made again,
+    """One version of a memory. `storage`: the bytes of that; `coded`: those that keeping it takes.
+    `gradient`: bits of plan.h. `needed`: does the backward pass read it, or make others of it? `makes`: is it made again,
     or could it be if others were held? `held`: in this pass it is not. `counts`: among the bytes that are
     held, or rebuilt. `why`, `of`: the reason why it is held, and the operator to which that applies."""
 
