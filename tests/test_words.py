@@ -52,7 +52,7 @@ PHRASES = {
     r"bytes an? (?:element|row|channel|position|statistic)": "bytes per",
     r"what is no": "anything that is not",
 }
-UNREAD = {"DESIGN.md", "CHANGELOG.md"}  # pages
+UNREAD = {"CHANGELOG.md"}  # pages
 UNDER_WORK = {"saving", "planning", "record"}  # packages
 
 
