@@ -53,7 +53,7 @@ PHRASES = {
     r"what is no": "anything that is not",
 }
 UNREAD = {"CHANGELOG.md"}  # pages
-UNDER_WORK = {"saving", "planning", "record"}  # packages
+UNDER_WORK = {"saving", "record"}  # packages
 
 
 def prose(page):
