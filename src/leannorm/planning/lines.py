@@ -157,8 +157,8 @@ def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
 def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
     """Choices that weigh a byte by the moments at which it is in use: the closer to the peak, the more.
 
-    The cheapest choice under a peak is also the cheapest for some weights of the moments (the dual of a linear
-    program). For each worth of the peak, weights and choices are computed alternately.
+    The cheapest choice under a peak is also the cheapest for some weights of the moments (the dual of a
+    linear program). For each worth of the peak, weights and choices are computed alternately.
     """
     point, weights = stock, None
     for rate in _RATES:
@@ -177,7 +177,7 @@ def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float
     """The cheapest choice if a byte costs these seconds at each moment, with the lifetimes of `again`."""
     uses = Uses(step, again)
     needed = [moment >= 0 for moment in uses.last]
-    for i in range(len(step.values) - 1, -1, -1):  # an unneeded value counts as if its readers were made again
+    for i in range(len(step.values) - 1, -1, -1):  # an unneeded value: as if its readers were made again
         if uses.last[i] >= 0:
             value = step.values[i]
             uses.lead_on(value._replace(made_of=tuple(s for s in value.made_of if not needed[s])), i)

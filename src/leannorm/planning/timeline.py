@@ -107,7 +107,7 @@ class Uses:
                 self.lead_on(step.values[i], i)
 
     def lead_on(self, value: Value, i: int) -> None:
-        """Note that what a value is made of is needed when it is made, or as long as its readers compute it."""
+        """Note that what a value is made of is needed when it is made, or whenever readers compute it."""
         self.written[i] |= not value.fused
         last = self.first[i] if self.written[i] else self.last[i]
         for source in value.made_of:
