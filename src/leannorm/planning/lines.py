@@ -214,7 +214,7 @@ def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
 
 
 def _free(step: Step) -> list[int]:
-    """The values that can be kept or made again, and whose sources, too, can be kept or made again."""
+    """The values that could be kept, and could also be made again from values that could be either."""
     possible: list[bool] = []
     for value in step.values:
         made_of_possible = all(possible[s] or step.values[s].nbytes is not None for s in value.made_of)
