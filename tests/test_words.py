@@ -52,8 +52,8 @@ PHRASES = {
     r"bytes an? (?:element|row|channel|position|statistic)": "bytes per",
     r"what is no": "anything that is not",
 }
-UNREAD = {"DESIGN.md", "CHANGELOG.md", "lean.md"}  # pages
-UNDER_WORK = {"saving", "planning", "record"}  # packages
+UNREAD = {"CHANGELOG.md"}  # pages
+UNDER_WORK = {"saving", "record"}  # packages
 
 
 def prose(page):

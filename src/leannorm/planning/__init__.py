@@ -1,1 +1,1 @@
-"""What to keep for the backward pass: one planner, of integers and seconds, for eager and compiled code."""
+"""Decides what to keep for the backward pass, in integers and seconds, for eager and compiled code."""

@@ -1,11 +1,14 @@
-"""The cheapest choice of values for a rate of seconds for bytes, and for all rates: cuts of a network.
+"""Which values to keep and which to make again, at the least cost, as minimum cuts of a network.
 
-At a fixed rate a choice costs (bytes kept)·rate + (seconds of making again), and the least of that is a
-minimum cut: a value's way in leads from the source at the price of making it again, and to its way out at the
-price of keeping it; from there infinitely wide edges lead to what is made of it, or to the sink if the
-backward pass reads it. With a higher rate no value leaves the set of those that are made again, so the sets
-of all rates are one chain (Gallo, Grigoriadis and Tarjan, 1989), found by asking between two neighbours until
-nothing new lies there. Prices are whole numbers, so all is exact.
+At a rate of seconds per byte a choice costs (bytes kept)·rate + (seconds of making again). The cheapest
+choice is a minimum cut of this network: each value has two nodes, its way in and its way out. An edge from
+the source to the way in has the price of making the value again. An edge from the way in to the way out has
+the price of keeping it. From the way out, edges that are never cut lead to the values made of it, and to the
+sink if the backward pass reads it.
+
+At a higher rate, every value that was made again is still made again. So the choices of all rates are one
+chain (Gallo, Grigoriadis and Tarjan, 1989). It is found by solving for a rate between two neighbours until
+nothing new lies there. Prices are whole numbers, so the result is exact.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ _PICO = 10**12
 
 
 class Choice(NamedTuple):
-    """`again`: what is made again. `held` and `price`: bytes kept, picoseconds of making again. `side`: for
-    each value's way in and way out, does it lie on the sink's side of the cut?"""
+    """What is made again, and what that costs.
+
+    `held` is the bytes kept, and `price` the picoseconds of making `again` again. `side` says of each value's
+    way in and way out whether it is on the sink's side of the cut.
+    """
 
     again: frozenset[int]
     held: int
@@ -31,12 +37,12 @@ class Choice(NamedTuple):
 
 
 def price(seconds: float | None) -> int | None:
-    """Whole picoseconds."""
+    """Seconds as whole picoseconds."""
     return None if seconds is None else round(seconds * _PICO)
 
 
 class Cuts:
-    """The cuts of a step. `fixed`: values that may not be made again, besides those that cannot."""
+    """The cuts of a step. Values in `fixed` are never made again, nor those without a price."""
 
     def __init__(self, step: Step, fixed: Collection[int] = ()) -> None:
         self.held = [value.nbytes for value in step.values]
@@ -45,7 +51,7 @@ class Cuts:
         self.read = sorted({i for moment in step.backward for i in moment.reads})
 
     def chain(self) -> list[Choice]:
-        """The choices that are cheapest at some rate, from the fewest seconds to the fewest bytes."""
+        """Every choice that is the cheapest at some rate, from the fewest seconds to the fewest bytes."""
         everything = sum(p for p in self.price if p is not None)
         first, last = self._solve(0, 1), self._solve(everything + 1, 1)
         choices, left = [first], [(first, last)] if last.held < first.held else []
@@ -59,13 +65,13 @@ class Cuts:
         return choices
 
     def weighed(self, held: Sequence[int | None], prices: Sequence[int | None]) -> frozenset[int]:
-        """What the cheapest choice makes again, where keeping a value costs `held` and making it `prices`."""
+        """What the cheapest choice makes again if a value costs `held` to keep and `prices` to make again."""
         other = copy(self)
         other.held, other.price = list(held), list(prices)
         return other._solve(1, 1).again
 
     def _between(self, low: Choice, high: Choice) -> Choice | None:
-        """What is cheaper than both at the rate at which both cost the same."""
+        """A choice that is cheaper than both, at the rate at which both cost the same."""
         of_bytes, of_seconds = high.price - low.price, low.held - high.held
         if of_bytes <= 0 or of_seconds <= 0:
             return None
@@ -76,7 +82,7 @@ class Cuts:
     def _solve(
         self, of_bytes: int, of_seconds: int, low: bytes | None = None, high: bytes | None = None
     ) -> Choice:
-        """The smallest sink's side of a cheapest cut; it contains `low` and lies in `high`."""
+        """The cheapest cut with the smallest sink's side, which contains `low` and lies in `high`."""
         count = len(self.held)
         low, high = low or bytes(2 * count), high or b"\1" * (2 * count)
         place, nodes = [0] * (2 * count), 2
@@ -109,12 +115,12 @@ class Cuts:
 
 
 class _Network:
-    """Maximum flow from node 0, the source, to node 1, the sink, by Dinic's method."""
+    """The maximum flow from node 0, the source, to node 1, the sink, by Dinic's method."""
 
     def __init__(self, nodes: int) -> None:
         self.edges: list[list[int]] = [[] for _ in range(nodes)]
         self.to: list[int] = []
-        self.room: list[int] = []  # of an edge and, at the next place, of the way back
+        self.room: list[int] = []  # the capacity left on an edge and, next to it, on its reverse
 
     def add(self, a: int, b: int, room: int) -> None:
         if a != b and a != 1 and b != 0 and room:
@@ -124,7 +130,7 @@ class _Network:
             self.room += [room, 0]
 
     def steps_to_sink(self) -> list[int]:
-        """Of each node, along edges with room; -1: there is no way."""
+        """For each node, the number of edges with capacity left that lead to the sink; -1 if none do."""
         to, room, edges = self.to, self.room, self.edges
         steps = [-1] * len(edges)
         steps[1] = 0
@@ -142,7 +148,7 @@ class _Network:
             self._fill(steps)
 
     def _fill(self, steps: list[int]) -> None:
-        """Flow along all shortest ways."""
+        """Send flow along all shortest paths, until none of that length is left."""
         to, room, edges = self.to, self.room, self.edges
         following, path, node = [0] * len(edges), list[int](), 0
         while True:

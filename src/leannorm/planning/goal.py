@@ -1,4 +1,4 @@
-"""What a plan is to reach, and the rules of the arguments that say so."""
+"""The goal that a plan is made for, and the rules of the arguments that name it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from leannorm._errors import InputError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_LEAST_PEAK = 2**20  # bytes: a smaller number is one of gigabytes, or a share, that was meant otherwise
+_LEAST_PEAK = 2**20  # bytes: a smaller number was meant as gigabytes, or as a share
 
 
 class Goal(NamedTuple):
-    """One of these is given; or `worth` with `overhead`, then no more than `overhead` is spent; or `budget`
-    with `overhead`, then the budget is met where that takes no more, and `free` is spent beyond it.
+    """What a plan has to reach: one of these fields, or one of two pairs.
 
-    `worth`: what freeing all of stock's bytes would be worth, in shares of the step's seconds; each byte is
-    freed that costs less. `budget`: a share of stock's bytes. `overhead`: a share of the step's seconds.
-    `free`: a share of the step's seconds, too, that is as nothing. `peak`: a share of stock's peak (a float
-    up to 1), or bytes (an integer). `limit`: bytes that the process may have, or "device".
+    `worth` with `overhead`: at most `overhead` is spent. `budget` with `overhead`: the budget is reached if
+    that costs at most `overhead`; what costs at most `free` more is dropped as well.
+
+    `budget` is a share of the bytes that the baseline keeps. `overhead` is a share of the step's seconds, and
+    so is `free`, which is small enough to be neglected. `peak` is a share of the baseline's peak (a float up
+    to 1), or bytes (an integer). `limit` is the memory that the process may have, in bytes, or "device".
+    `worth` is what it would be worth to free all bytes of the baseline, in shares of the step's seconds: a
+    byte is freed if that costs less.
     """
 
     worth: float | None = None
@@ -33,7 +36,7 @@ class Goal(NamedTuple):
 
     @property
     def promises_time(self) -> bool:
-        """Is it the time that was asked for, and not the most that bytes may take?"""
+        """Whether time was asked for, so that `overhead` is not just the most that bytes may cost."""
         return self.overhead is not None and self.budget is None
 
 
@@ -49,7 +52,7 @@ def goal(
     peak: float | int | str | None,
     limit: int | str | None = None,
 ) -> Goal:
-    """The goal that these arguments of `lean()` and `compile_options()` mean. Raises InputError."""
+    """The goal that these arguments of `lean()` and `compile_options()` ask for. Raises InputError."""
     if recompute not in (None, "norm", "conv"):
         meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
         raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
@@ -108,7 +111,7 @@ def _limit(limit: int | str) -> int | str:
 
 
 def bytes_of(text: str) -> int:
-    """`24GiB`, `24GB`, `500M`, `2048B` as bytes. Raises InputError for anything else, a bare number too."""
+    """Parses `24GiB`, `24GB`, `500M`, `2048B`. Raises InputError for anything else, such as a bare number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
     if not match or float(match[1]) <= 0:
         unit = " without its unit" if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text) else ""

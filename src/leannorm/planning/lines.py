@@ -1,7 +1,7 @@
-"""The lines that goals are points of: from what is kept without a plan to the leanest, in small steps.
+"""The lines that goals choose points from: in small steps, from the baseline to the leanest choice.
 
-A line is made before any goal is known, and a goal takes a point of it. So a goal that allows more time never
-keeps more, and one that asks for a lower peak never gets a higher one.
+A line is made before any goal is known. So a goal that allows more time never keeps more bytes, and a goal
+with a lower peak never gets a higher one.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from leannorm.planning.cut import Cuts, price
 from leannorm.planning.timeline import Outcome, Step, Uses, of_stock, outcome
 
 _STARTS, _TRIALS = 4, 150
-"""From so many points, so many single changes each are tried that may lower the peak."""
+"""The number of points from which the peak is lowered by single changes, and of changes tried from each."""
 _PARTS = 128
-"""A jump of the chain of cuts is taken in parts of at least stock's bytes over this."""
+"""A jump of the chain of cuts is divided into parts of at least the baseline's bytes divided by this."""
 _LARGE, _EARLY = 16, 48
-"""A part of at least stock's bytes over the first is also taken early, before up to so many others."""
+"""A part of at least the baseline's bytes divided by the first is also dropped before its turn, in
+up to this many earlier sets of the chain."""
 _SPAN = 4
-"""A chain is cut where what is made again in a row reaches stock's bytes over this."""
+"""A row of values made again is cut when it reaches the baseline's bytes divided by this."""
 _RATES = [0.03 * 1.8**i for i in range(8)]
-"""What the peak is worth, in shares of the step's seconds for all of it."""
+"""What lowering the peak to nothing is worth, in shares of the step's seconds."""
 _SHARPNESS = (20, 60, 150, 150)
-"""How much more the highest moments weigh than those a little below, in turn."""
+"""How much more the highest moments weigh than those a little lower, in each round."""
 
 
 class Lines:
-    """The lines of one step; `stock`, what happens without a plan, is the first point of each."""
+    """The lines of one step. The first point of each is `stock`: what happens without a plan."""
 
     def __init__(self, step: Step, stock: Outcome | None = None) -> None:
         self.step = step
@@ -37,19 +38,19 @@ class Lines:
 
     @cached_property
     def by_held(self) -> list[Outcome]:
-        """Fewer and fewer bytes kept, for more and more seconds; no peak is above stock's."""
+        """Fewer and fewer bytes kept, for more and more seconds, at no peak above the baseline's."""
         return self._line(lambda point: point.held)
 
     @cached_property
     def beyond(self) -> list[Outcome]:
-        """Fewer bytes kept than anywhere on that line, at peaks above stock's; the fewest seconds first."""
+        """Fewer bytes kept than on that line, at peaks above the baseline's; the fewest seconds first."""
         least = self.by_held[-1].held
         above = [p for p in self._points if p.held < least and p.peak > self.stock.peak]
         return sorted(above, key=lambda p: (p.seconds, p.held))
 
     @cached_property
     def by_peak(self) -> list[Outcome]:
-        """Lower and lower peaks, for more and more seconds; nowhere is more kept than in stock."""
+        """Lower and lower peaks, for more and more seconds; no point keeps more than the baseline."""
         return self._line(lambda point: point.peak)
 
     def _line(self, size: Callable[[Outcome], int]) -> list[Outcome]:
@@ -77,11 +78,11 @@ class Lines:
 
 
 def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
-    """The sets of a chain, and sets between.
+    """The sets of a chain, and sets between them.
 
-    The chain jumps where many equal layers have one price. A jump falls apart into parts that share nothing
-    of more than `least` bytes: those of earlier layers first, which the backward pass would keep longest.
-    Parts are taken together up to `least` bytes.
+    The chain jumps if many equal layers have one price. Such a jump is divided into parts that share no value
+    of more than `least` bytes. Parts of earlier layers come first, since the backward pass would keep those
+    longest, and small ones are joined up to `least` bytes.
     """
     yield chain[0]
     for reached, after in pairwise(chain):
@@ -95,10 +96,10 @@ def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[f
 
 
 def _early(step: Step, sets: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
-    """Sets that take one large part, such as a language model's logits, before its turn.
+    """Sets that drop one large part, such as a language model's logits, before its turn.
 
-    A chain has it late where a second frees few bytes of it. Between the points before and behind it lies a
-    gap of its size, and a budget in that gap is met sooner with this part and fewer of the others.
+    The chain drops it late if that frees few bytes per second, which leaves a gap of its size between two
+    points. A budget in that gap is reached in less time with this part and fewer of the others.
     """
     unkept = _unkept(step)
     for at, (reached, after) in enumerate(pairwise(sets)):
@@ -132,7 +133,7 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int], least: int
         for source in step.values[i].made_of:
             if source in group:
                 group[root(i)] = root(source)
-            elif source not in needed and _bytes_of(step, [source]) > least:  # kept for the new alone
+            elif source not in needed and _bytes_of(step, [source]) > least:  # kept only for these new values
                 group[root(i)] = root(first_user.setdefault(source, i))
     parts: dict[int, list[int]] = {}
     for i in new:
@@ -141,7 +142,7 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int], least: int
 
 
 def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
-    """Where to cut chains of values made again, each of the one before, which would all be there at once."""
+    """Values to keep, to cut long rows of values made one from another: all of a row is in memory at once."""
     cut, behind, written = set(), dict[int, int](), Uses(step, again).written
     for i, value in enumerate(step.values):
         if i in again:
@@ -154,10 +155,10 @@ def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
 
 
 def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
-    """Choices that weigh a byte by the moments at which it is alive: the closer to the peak, the more.
+    """Choices that weigh a byte by the moments at which it is in use: the closer to the peak, the more.
 
-    The cheapest choice under a peak is a cheapest choice for some weights of the moments (the dual of a
-    linear program). Weights and choices are found in turns, for each worth of the peak.
+    The cheapest choice under a peak is also the cheapest for some weights of the moments (the dual of a
+    linear program). For each worth of the peak, weights and choices are computed alternately.
     """
     point, weights = stock, None
     for rate in _RATES:
@@ -173,10 +174,10 @@ def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
 
 
 def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float]) -> frozenset[int]:
-    """The cheapest choice where a byte costs so many seconds at each moment, by the lifetimes of `again`."""
+    """The cheapest choice if a byte costs these seconds at each moment, with the lifetimes of `again`."""
     uses = Uses(step, again)
     needed = [moment >= 0 for moment in uses.last]
-    for i in range(len(step.values) - 1, -1, -1):  # what is not needed now: as if its readers were made again
+    for i in range(len(step.values) - 1, -1, -1):  # an unneeded value: as if its readers were made again
         if uses.last[i] >= 0:
             value = step.values[i]
             uses.lead_on(value._replace(made_of=tuple(s for s in value.made_of if not needed[s])), i)
@@ -192,7 +193,7 @@ def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float
 
 
 def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
-    """From a point to lower peaks by changing one value after the other, of those alive at the peak."""
+    """From a point to lower peaks, by changing one value after another of those in use at the peak."""
     unkept = _unkept(step)
     free = _free(step)
     trials, tried = _TRIALS, {point.again}
@@ -213,7 +214,7 @@ def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
 
 
 def _free(step: Step) -> list[int]:
-    """The values that can be kept, and made again of what can be either."""
+    """The values that could be kept, and could also be made again from values that could be either."""
     possible: list[bool] = []
     for value in step.values:
         made_of_possible = all(possible[s] or step.values[s].nbytes is not None for s in value.made_of)

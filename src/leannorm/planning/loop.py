@@ -1,7 +1,7 @@
-"""From the time that steps take to the overhead to plan for: prices are a first guess, which this corrects.
+"""Finds the planned overhead that takes the time asked for, by measuring steps. Prices are a first guess.
 
-Passes that follow the plan and plain ones alternate until the ratio of their seconds is known; then another
-point of the plan's line is taken, until what is measured is what was asked for.
+Passes that follow the plan and plain passes alternate until the ratio of their seconds is known. Then another
+point of the plan's line is taken, until the measured overhead is the one that was asked for.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from statistics import median
 
 PLAN, PLAIN = "plan", "plain"
 
-_WARM = 2  # passes of a new plan that are not timed: what is new in them is tried
-_ORDER = (PLAIN, PLAIN, PLAN, PLAN)  # of two alike the faster one counts: the first has others' memory
-_FEWEST, _MOST = 8, 60  # ratios of two and two, until one is known
-_SURE = 0.02  # of a plain step
-_FAR, _FEW = 0.06, 5  # so far from what was asked, all of so few ratios say enough
-_NEAR = 0.015  # of what was asked is what was asked
-_DECISIONS = 12  # from one point to another, before the best so far stays
-_IDLE = 40  # passes in a row without a ratio: these are not to be timed
-AGAIN = 1000  # passes until all is measured again
+_WARM = 2  # passes of a new plan that are not timed, since they try new kinds of calls
+_ORDER = (PLAIN, PLAIN, PLAN, PLAN)  # of two alike the faster counts: the first has others' memory
+_FEWEST, _MOST = 8, 60  # ratios, each of two passes to two, that a decision takes
+_SURE = 0.02  # error of the overhead, in plain steps, at which it is known
+_FAR, _FEW = 0.06, 5  # if all of so few ratios are this far from what was asked, no more are needed
+_NEAR = 0.015  # this close to what was asked is close enough
+_DECISIONS = 12  # moves from point to point, after which the best one stays
+_IDLE = 40  # passes in a row without a ratio, after which timing is given up
+AGAIN = 1000  # passes until everything is measured again
 
 
 class Loop:
-    """What one plan's passes are measured for. `asked`: the overhead.
+    """The measurements of one plan's passes, and the overhead that they lead to.
 
-    `rungs`: the planned overheads that can be chosen. `at`: the one that is. `is_off`: is every pass a plain
-    one, as the least that can be rebuilt takes more? `measured`: the overhead that was taken; `error`: of it.
+    `asked` is the overhead that was asked for. `rungs` are the planned overheads to choose from, and `at` is
+    the chosen one. `is_off` says whether every pass is a plain one, since even the least rebuild takes more.
+    `measured` is the overhead that was measured, with its `error`.
     """
 
     def __init__(self, asked: float) -> None:
@@ -36,8 +37,8 @@ class Loop:
         self.is_off = False
         self.measured: float | None = None
         self.error = 0.0
-        self._points: dict[float, float] = {}  # measured overheads, by planned ones
-        self._left = 0  # passes until it is measured again; 0: it is now
+        self._points: dict[float, float] = {}  # the measured overhead of each rung
+        self._left = 0  # passes until the next measurement; 0 while measuring
         self._decisions = 0
         self._begin()
 
@@ -52,13 +53,13 @@ class Loop:
 
     @property
     def is_timed(self) -> bool:
-        """Does the time of this pass count?"""
+        """Whether the time of this pass counts."""
         return self._left == 0 and self._turn > 0
 
     def take(self, rungs: Iterable[float], first: float) -> None:
-        """Another line to choose from, whose prices say that `first` is what was asked."""
+        """Choose from these rungs from now on; by their prices, `first` is the one that was asked for."""
         taken = sorted(rung for rung in set(rungs) if rung > 0)
-        if taken == self.rungs and self.at:  # the same plan, made again
+        if taken == self.rungs and self.at:  # the same plan was made again
             return
         self.rungs = taken
         self._points.clear()
@@ -73,7 +74,7 @@ class Loop:
         self._begin()
 
     def _settle(self, rung: float) -> None:
-        """This one, until it is measured again; 0: none."""
+        """Stay at this rung until the next measurement; at 0, rebuild nothing."""
         self.is_off = rung == 0
         self.at = rung or self.at
         if self._points:
@@ -81,7 +82,7 @@ class Loop:
         self._left, self._decisions = AGAIN, 0
 
     def next(self) -> str:
-        """What the next pass is to be, a plain one or one that follows the plan."""
+        """The kind of the next pass: plain, or following the plan."""
         if self._left:
             self._left -= 1
             if self._left:
@@ -97,7 +98,7 @@ class Loop:
         return PLAN if self._turn <= 0 else _ORDER[(self._turn - 1) % len(_ORDER)]
 
     def note(self, kind: str, seconds: float, at: float) -> None:
-        """A pass has taken so long, of a plan at this rung."""
+        """Note how long a pass of this kind took, with the plan of rung `at`."""
         if self._left or (kind == PLAN and at != self.at) or self._turn <= 0:
             return
         for_kind = self._seconds[kind]
@@ -133,11 +134,11 @@ class Loop:
             self._go_to(rung)
 
     def _best(self) -> float:
-        """The most that was measured to be no more than asked; 0: all were more."""
+        """The highest rung that was measured to take no more than asked; 0 if all took more."""
         return max((rung for rung, found in self._points.items() if found <= self.asked + _NEAR), default=0.0)
 
     def _better(self) -> float | None:
-        """The rung to try next; None if there is none between what is too little and what is too much."""
+        """The rung to try next; None if no rung is left between too little and too much."""
         low = self._best()
         above = [rung for rung in self._points if rung > low]
         high = min(above, default=None)
@@ -150,7 +151,7 @@ class Loop:
         return max((rung for rung in within if rung <= wanted), default=within[0])
 
     def _wanted(self, low: float, high: float | None) -> float:
-        """By the line through two points that were measured, or through one and nothing."""
+        """The rung to aim at, on the line through two measured points, or through one and the origin."""
         points = self._points
         known = sorted(points)
         if low and high is not None:
@@ -161,7 +162,7 @@ class Loop:
             pair = 0.0, low or (high or 0.0)
         a, b = pair
         slope = (points[b] - points.get(a, 0.0)) / (b - a)
-        if slope <= 0:  # more cannot take less: noise
+        if slope <= 0:  # rebuilding more cannot take less time, so this is noise
             return 2 * b if high is None else (low + high) / 2
         wanted = b + (self.asked - points[b]) / slope
         if high is None:

@@ -1,4 +1,4 @@
-"""From the lines of a step and a goal to what is kept."""
+"""Chooses the point of a line that reaches a goal."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from leannorm.planning.timeline import Outcome
 
 
 class Plan(NamedTuple):
-    """`point`: what was chosen; `stock`: what happens without a plan. `step`: the price of stock's step in
-    seconds. `least`: the fewest bytes that are possible, of the peak where a peak was asked for. `reached`:
-    does the choice meet the goal?"""
+    """What was chosen for a goal.
+
+    `point` is the choice, and `stock` what happens without a plan. `step` is the price of the baseline's step
+    in seconds. `least` is the fewest bytes that are possible: of the peak if a peak was asked for, otherwise
+    of what is kept. `reached` says whether the choice reaches the goal.
+    """
 
     point: Outcome
     stock: Outcome
@@ -22,24 +25,25 @@ class Plan(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Planned kept bytes over stock's."""
+        """The bytes that the plan keeps, relative to the baseline."""
         return self.point.held / max(self.stock.held, 1)
 
     @property
     def peak_ratio(self) -> float:
-        """The planned peak over stock's."""
+        """The peak that is planned, relative to the baseline."""
         return self.point.peak / max(self.stock.peak, 1)
 
     @property
     def overhead(self) -> float:
-        """The price of what is made again beyond what stock makes again, over that of stock's step."""
+        """The price of what is made again, beyond what the baseline makes again, relative to its step."""
         return (self.point.seconds - self.stock.seconds) / self.step if self.step else 0.0
 
 
 def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
-    """The point of a line that a goal asks for; where it asks for too much, the leanest.
+    """The cheapest point of a line that reaches the goal, or the leanest if none does.
 
-    `beyond`: may a budget or an overhead take a peak above stock's, for what is not possible below?
+    With `beyond`, a budget or an overhead may also take points whose peak is above the baseline's, to keep
+    fewer bytes than any point below that peak.
     """
     stock, seconds = lines.stock, lines.step.seconds
     if goal.peak is not None:
@@ -65,8 +69,10 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
 
 
 def _within(lines: Lines, goal: Goal, most: float) -> Outcome:
-    """The first point of few enough bytes, or the last one behind it that takes hardly more; in any case one
-    within the time."""
+    """The leanest point that costs at most `free` more than the first one with few enough bytes.
+
+    It never costs more than `overhead`, even if the budget is then out of reach.
+    """
     line, seconds = lines.by_held, lines.step.seconds
     reached = next((p.seconds for p in line if p.held <= most), float("inf"))
     latest = lines.stock.seconds + (goal.overhead or 0.0) * seconds
@@ -75,13 +81,15 @@ def _within(lines: Lines, goal: Goal, most: float) -> Outcome:
 
 
 def by_overhead(lines: Lines) -> list[Outcome]:
-    """The points for all overheads; the first is what happens without a plan."""
+    """The points that overheads choose from; the first is what happens without a plan."""
     return _freeing([*lines.by_held, *lines.beyond])
 
 
 def _freeing(line: list[Outcome]) -> list[Outcome]:
-    """The points that leave more room than the one before, which is stock at first: fewer bytes are held, and
-    the peak rises by no more than those."""
+    """The points that leave more memory free than the point before, beginning with the baseline.
+
+    Each keeps fewer bytes, and its peak rises by at most as many bytes as it frees.
+    """
     points = line[:1]
     for point in sorted(line[1:], key=lambda p: (p.seconds, p.held)):
         last = points[-1]

@@ -1,7 +1,7 @@
-"""One training step as the planner sees it: integers and seconds, nothing of torch.
+"""One training step as the planner sees it, in integers and seconds, without torch.
 
-A step is a sequence of moments: `forward` of them, then those of the backward pass. What the backward pass
-reads of the forward pass are values: each is kept until its last reader, or made again.
+A step is a sequence of moments: first those of the forward pass, then those of the backward pass. Values are
+what the backward pass reads from the forward pass. Each is kept until its last reader, or made again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import NamedTuple
 class Value(NamedTuple):
     """What the backward pass may read.
 
-    `nbytes`: what keeping it takes, 0 if it is there anyway; None: it cannot be kept. `seconds`: the price of
-    making it again, once; None: it cannot be made again. `made_of`: values, by index. `made`, `until`: the
-    moments of the forward pass that make it and that read it last; `until` before `made`: it never lies in
-    memory there. `again`: its bytes while it lies in memory otherwise, as a rule `nbytes`. `fused`: each
-    reader can compute it, and it lies in memory only if one of them asks for that. `whole`: making this value
-    asks for it, of what it is made of. `spares`: bytes that its first reader needs less where it is made
-    again.
+    - `nbytes`: the bytes that keeping it takes, 0 if it is in memory anyway; None if it cannot be kept.
+    - `seconds`: the price of making it again, once; None if it cannot be made again.
+    - `made_of`: the values that it is made of, by index.
+    - `made`, `until`: the moments of the forward pass that make it, and that read it last. If `until` is
+      before `made`, it is never in memory there.
+    - `again`: its bytes while it is in memory without being kept, as a rule `nbytes`.
+    - `fused`: whether each reader can compute it, so that it is in memory only if a reader needs that.
+    - `whole`: whether making it needs the values that it is made of in memory.
+    - `spares`: the bytes that its first reader needs less if it is made again.
     """
 
     nbytes: int | None
@@ -35,8 +37,11 @@ class Value(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A moment of the backward pass: the values that it `reads`, and whether it asks for them in memory
-    (`whole`). `writes`: the bytes of a result that takes the place of a value of that size, read last."""
+    """A moment of the backward pass.
+
+    `reads` has the values that it reads, and `whole` says whether it needs them in memory. `writes` is the
+    size of a result that overwrites a value of that size, if this moment is the last to read that value.
+    """
 
     reads: Collection[int]
     whole: bool = True
@@ -44,12 +49,14 @@ class Moment(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A training step. `values` stand in the order of their making: each is made of earlier ones.
+    """A training step.
 
-    `forward`: the number of its moments. `beside`: for every moment, of both passes, the bytes alive that are
-    none of the values: gradients, temporaries. `stock`: the values that are kept without a plan; the others
-    that can be are made again. `seconds`: the price of the step without a plan. `held`: bytes that are kept
-    whatever is chosen, beside the values.
+    - `values`: in the order in which they are made: each is made of earlier ones.
+    - `forward`: the number of moments of the forward pass.
+    - `beside`: for every moment of both passes, the bytes in use other than values: gradients, temporaries.
+    - `stock`: the values that are kept without a plan. The others are made again.
+    - `seconds`: the price of the step without a plan.
+    - `held`: the bytes that are kept whatever is chosen, in addition to the values.
     """
 
     values: Sequence[Value]
@@ -62,9 +69,12 @@ class Step(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a choice leads to. `kept`, `again`: the values that are needed and kept, or made again. `held`:
-    bytes kept. `seconds`, `written`: the price of all that is made again, and its bytes in memory. `alive`:
-    bytes at every moment."""
+    """What a choice leads to.
+
+    `kept` and `again` have the values that are needed, and kept or made again. `held` is the bytes kept,
+    `seconds` the price of all that is made again, and `written` the bytes of that in memory. `alive` has the
+    bytes in use at every moment.
+    """
 
     kept: frozenset[int]
     again: frozenset[int]
@@ -75,13 +85,16 @@ class Outcome(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at one moment."""
+        """The most bytes in use at one moment."""
         return max(self.alive, default=0)
 
 
 class Uses:
-    """When the backward pass needs each value: its `first` and `last` moment (-1: never), and whether it is
-    `written`, in memory while it is there."""
+    """When the backward pass needs each value.
+
+    `first` and `last` have the moments of its first and last use (`last` is -1 if there is none). `written`
+    says whether it is in memory between them.
+    """
 
     def __init__(self, step: Step, again: Collection[int]) -> None:
         count, never = len(step.values), len(step.beside)
@@ -94,7 +107,7 @@ class Uses:
                 self.lead_on(step.values[i], i)
 
     def lead_on(self, value: Value, i: int) -> None:
-        """What a value is made of is needed when it is made, or as long as its readers compute it."""
+        """Note that what a value is made of is needed when it is made, or whenever readers compute it."""
         self.written[i] |= not value.fused
         last = self.first[i] if self.written[i] else self.last[i]
         for source in value.made_of:
@@ -107,10 +120,10 @@ class Uses:
 
 
 def outcome(step: Step, again: Collection[int]) -> Outcome:
-    """What happens if just these values are made again where they are needed, and all others kept.
+    """What happens if these values are made again where they are needed, and all others are kept.
 
-    A value is made again in the backward pass at its first use, of itself or of what is made of it, and lives
-    until its last. What is computed by each reader uses what it is made of at each.
+    The backward pass makes a value at the first use of it, or of what is made of it, and has it in memory
+    until the last use. A value that each reader computes uses what it is made of at each reader.
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     change = [0] * (len(step.beside) + 1)
@@ -135,7 +148,7 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
             kept.append(i)
             held += value.nbytes
             start, size = max(value.made, value.until + 1), value.nbytes
-        if size and writes[last - step.forward] == size:  # what is written there takes its place
+        if size and writes[last - step.forward] == size:  # the result overwrites it
             writes[last - step.forward] = 0
             last -= 1
         change[start] += size
