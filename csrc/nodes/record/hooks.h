@@ -46,7 +46,7 @@ inline void forget_saved(PyObject* self) {
       if (leaves->second.empty()) s->log->leaves.erase(leaves);
     }
     --s->log->values[s->value].saves, --s->log->alive;
-    release(*s->log, s->value);
+    remove_reader(*s->log, s->value);
   }
   s->~SavedObject();
   Py_TYPE(self)->tp_free(self);

@@ -33,7 +33,7 @@ struct Saved {
     }
     const bool again = x.code || x.state == Value::kDropped;
     const int64_t nbytes = x.storage_bytes - std::min(instead, x.storage_bytes);
-    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, said(x)});
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, reason_of(x)});
     (again ? dropped : held) += nbytes;
   }
   // `counts`: its memory, which another one may have shown before.

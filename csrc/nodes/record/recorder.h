@@ -140,7 +140,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
     if (log.times) log.times->clear();
   }
   const int number = static_cast<int>(log.calls.size());
-  if (log.times) log.times->look(log, number);
+  if (log.times) log.times->note_freed(log, number);
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // until all of its arguments have been read
   Call call;
@@ -165,7 +165,7 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   if (v < 0) {
     const int fresh = log.new_memory(t, number);
     log.values[fresh].out = out;
-    if (log.times) log.times->saw(fresh, t);
+    if (log.times) log.times->note_gradient(fresh, t);
     call.outs.push_back(fresh);
   } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
     log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call ended
