@@ -22,8 +22,7 @@ inline const std::string* lasting(const std::string& name) {
   return name.empty() ? nullptr : &*names->insert(name).first;
 }
 
-// A plan's decisions on the tensors that a pass saves, in order: a hash that identifies each, whether it is dropped, and why
-// it is kept.
+// A plan's decisions on the tensors that a pass saves, in order: a hash of each, whether it is dropped, why it is kept.
 struct Places {
   struct Place {
     uint64_t sign;
