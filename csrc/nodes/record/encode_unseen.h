@@ -15,7 +15,7 @@ inline const Call* maker_of(const Log& log, const Value& x, const char* name) {
   return &log.calls[x.call];
 }
 
-// Whether the value is dropout's mask as made on a CPU: zeros and ones, divided by a number.
+// Whether the value is dropout's mask, which a CPU makes as zeros and ones divided by a number.
 inline bool is_dropped(const Log& log, const Value& x) {
   if (maker_of(log, x, "aten::div_") == nullptr) return false;
   for (int call = x.call - 1; call >= std::max(x.call - 4, 0); --call) {
