@@ -30,7 +30,7 @@ struct Other;  // others.h
 
 // Why a value is kept. saving/recorded.py has a sentence for each reason.
 enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
-// A reason, and the operator to which it applies, if it is another one's.
+// Why a value is kept, and the operator that this is about, if it is not the value's own.
 struct Cause {
   Why why = Why::kNone;
   const std::string* of = nullptr;
@@ -52,7 +52,7 @@ struct Asked {
 enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8 };
 
 struct Value {
-  enum State : uint8_t { kFree, kHeld, kDropped };  // not needed, or: kept, rebuilt when it is read
+  enum State : uint8_t { kFree, kHeld, kDropped };  // not needed; kept; rebuilt when it is read
   int memory = -1;
   int call = -1, out = 0;  // the call that made it, as which result; -1: it existed before the pass, or no call was seen
   Geometry made;           // as its call made it, or as it was first read
@@ -341,7 +341,7 @@ struct Log {
   }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
-  // Whether the kept memory is allocated. That of gathered weights is freed now and then.
+  // Whether the kept memory is allocated. That of gathered weights is freed between uses.
   bool is_filled(const Value& x) const {
     return x.elsewhere || x.code || static_cast<int64_t>(x.held.storage().nbytes()) >= x.made.extent();
   }

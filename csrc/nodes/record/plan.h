@@ -59,7 +59,7 @@ struct Follower {
     for (const Follower* const one : log.following)
       if (one->times) log.times = one->times;
   }
-  // Whether the plan has a place for the tensor, because `decide` has a choice.
+  // Whether `decide` has a choice, so that the plan has a place for the tensor.
   bool has_place(const Log& log, const Value& x, const Tensor& t) const {
     return !ask.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
   }

@@ -56,7 +56,7 @@ inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
   return false;
 }
 
-// The memory of this value is about to be written, so what is rebuilt from it needs a copy.
+// Copies a value whose memory is about to be written, if others are rebuilt from it.
 inline void copy_before_write(Log& log, int v) {
   Value& value = log.values[v];
   if (!value.held.defined() || value.copied || value.refs <= value.saves) return;
@@ -130,7 +130,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   }
   if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  const bool inference = c10::InferenceMode::is_enabled();  // which excludes autograd too
+  const bool inference = c10::InferenceMode::is_enabled();  // inference mode excludes autograd too
   if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_call_of_calls()) return nullptr;  // a part of a logged call
   Log& log = *current;
   const Log::Lock lock(log);

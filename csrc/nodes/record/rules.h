@@ -21,7 +21,7 @@ enum class Kind : uint8_t {
   kSkip,     // composites and views: the log has the calls that they make, and the memory that they show
   kOnce,     // never called again: random numbers, collectives, uninitialized memory
   kCheap,    // limited by the memory's bandwidth
-  kSum,      // cheap, of two tensors
+  kSum,      // cheap, adds two tensors
   kProduct,  // many operations per byte
 };
 enum class Formula : uint8_t { kNone, kMatrix, kConvolution, kAttention };
@@ -37,7 +37,7 @@ struct Row {
   Kind kind;
   Formula formula = Formula::kNone;
   std::vector<int> writes;       // arguments that it writes although its schema does not say so
-  int gate = -1;                 // the argument that is false if it writes nothing
+  int gate = -1;                 // the argument that must be true for it to write
   bool fills = false;            // it works in place, and never reads the old contents
   std::string instead;           // the operator that computes its first result from its other results
   std::vector<Source> sources;   // that operator's arguments
@@ -57,7 +57,7 @@ struct Rule {
   bool fills = false;
   bool reshapes = false;    // it works in place, but only changes how the tensor shows its memory
   bool ours = false;        // it is leannorm's, whose autograd functions call it below autograd
-  bool sends = false;       // to other ranks, which would not repeat it
+  bool sends = false;       // it sends to other ranks, which would not repeat it
   bool varies = false;      // its threads on a device add in any order
   int dropout = -1;         // the argument that is dropout's probability
   bool by_statistics = false;  // batch norm, which is rebuilt with the scale and shift that follow from its statistics
@@ -68,7 +68,7 @@ inline std::unordered_map<std::string, Row>& table() {
   return *rows;
 }
 
-inline std::unordered_set<std::string>& varying() {  // Python's list, which leaves out variants in place
+inline std::unordered_set<std::string>& varying() {  // Python's list, without variants in place
   static auto* const names = new std::unordered_set<std::string>();
   return *names;
 }

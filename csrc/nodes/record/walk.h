@@ -43,7 +43,7 @@ class Walk {
 
   bool at_once = false;    // the walk goes back only one call
   std::vector<int> taken;  // values that no node has saved, to be kept instead of the dropped one
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> owned;  // their memory, which another thread may free when its message is done
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> owned;  // keeps their memory, which another thread may free when a message ends
   Why why = Why::kNone;
   Cause cause;  // the first one found
 
