@@ -56,7 +56,7 @@ inline bool plain(const Tensor& v) {
   return false;
 }
 
-// Whether only autograd records the call, and no backward pass recomputes it; as `plain` of ops/modes.py.
+// A call that nothing but autograd records, and no recompute by a backward pass; as `plain` of ops/modes.py.
 inline bool plain_call() {
   return plain_thread() && torch::autograd::get_current_graph_task_id() == -1 &&
          !at::impl::torch_function_mode_enabled();

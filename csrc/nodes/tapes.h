@@ -1,6 +1,6 @@
-// Repeats what ops/backends/triton/tape.py recorded of Triton's operators: new tensors and launches.
+// What ops/backends/triton/tape.py recorded of Triton's operators, repeated in the same way: new tensors, launches.
 //
-// Triton launches kernels with a Python function, so only a launch needs the interpreter's lock.
+// Triton launches by a Python function, so a launch needs the interpreter's lock; everything else does without it.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -24,14 +24,14 @@ using torch::jit::Stack;
   throw raised;
 }
 
-// Whether something in this thread must see each operator, such as a profiler or a pass in lean().
+// Whether anyone in this thread is to see each operator, such as a profiler or a pass in lean().
 inline bool is_watched() {
   if (!at::hasCallbacks()) return false;
   const auto called = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   return called.has_value() && !called->callbacks_.empty();
 }
 
-// Appends an argument to a call's kind, which decides how an operator runs. As in Python's keys, 1, 1.0 and True are equal.
+// A part of a call's kind: what an operator decides by. As in Python's keys, 1, 1.0 and True are the same.
 inline void add_kind(std::string& kind, const c10::IValue& argument) {
   const auto add = [&](auto value) { kind.append(reinterpret_cast<const char*>(&value), sizeof value); };
   if (argument.isTensor()) {
@@ -70,7 +70,7 @@ class Launch {
       pointers.push_back(reinterpret_cast<uintptr_t>(v.data_ptr()) + offset * v.element_size());
       bits |= pointers.back();
     }
-    // an unaligned tensor needs another kernel; or none is known yet, a profiler listens, another device is current
+    // another kernel, none known yet, a profiler, another device
     if ((bits & 15) != 0 || found.is_none() || !usual(found.ptr(), module)) {
       py::list given;
       for (const at::Tensor& v : slots) given.append(v.defined() ? py::cast(v) : py::none());
@@ -160,7 +160,7 @@ class Tapes {
     known[std::move(kind)] = owned;
   }
   void forget() {
-    std::unordered_map<std::string, std::shared_ptr<const Tape>> before;  // destroyed after the lock is released
+    std::unordered_map<std::string, std::shared_ptr<const Tape>> before;  // which is used after the lock is released
     const std::lock_guard<std::mutex> lock(mutex);
     before.swap(known);
   }
@@ -212,7 +212,7 @@ class Tapes {
 };
 
 inline Tapes& tapes() {
-  static Tapes* const all = new Tapes;  // never destroyed, since Python may be gone when the process ends
+  static Tapes* const all = new Tapes;  // which no end of the process destroys: Python may be gone by then
   return *all;
 }
 

@@ -199,7 +199,15 @@ struct Log {
   uint64_t flags = flags_now(), stamp = 0;
   std::vector<SetFlags> others_flags;
   int64_t alive = 0;        // tensors that nodes have saved
-  int64_t largest = 0;      // elements of the largest of them
+  // By pass: its saved tensors, and how many of them existed when a backward pass last began before the pass closed.
+  struct Alive {
+    int64_t now = 0, then = 0;
+    int backward_passes = 0;
+  };
+  std::vector<Alive> alive_of;
+  int task = -1;            // the last of these backward passes, by the engine's number
+  int64_t noted_packs = 0;  // `packs` when it began
+  int64_t largest = 0;      // elements of the largest tensor that was saved
   std::shared_ptr<Limit> limit;  // of memory; nothing is dropped until it is near
   bool closed = false;
   int passes = 0;           // open passes, which write into this log

@@ -3,6 +3,8 @@
 
 #include "walk.h"
 
+#include <functional>
+
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -52,6 +54,12 @@ struct Follower {
   std::shared_ptr<Times> times;  // if a plan may be made from the pass
   Cause cause;
   bool narrows = false;  // the plan may keep a source instead, which takes time that a plan for an overhead does not count
+  std::function<void()> note, renew;  // of the pass: called when a backward pass begins, and when another step follows it
+  size_t number = 0;  // of the pass, among those of the log
+  int64_t noted = 0;  // how many saved tensors the pass had when the backward pass began
+
+  // Whether a backward pass has freed most of what it noted, so that what is saved from then on belongs to another step.
+  bool is_over(const Log& log) const { return noted > 0 && log.alive_of[number].then * 8 < noted; }
 
   // The pass needs no times any longer. The log notes them while another open pass needs them.
   void forget_times(Log& log) {
@@ -66,6 +74,7 @@ struct Follower {
   // Whether this value may be dropped. `t`: the tensor that is saved now.
   bool drops(Log& log, const Value& x, const Tensor& t) {
     static const std::string unknown;
+    if (is_over(log)) renew();
     const auto at = static_cast<size_t>(++place);
     const int64_t number = x.number - static_cast<int64_t>(first);
     const std::string& kind = x.call < 0 ? unknown : log.calls[x.call].rule->name;

@@ -134,6 +134,10 @@ class Following:
         self.whole = True  # was the pass without a plan from the beginning?
         self._strayed = False  # did no plan fit any more?
 
+    def again(self) -> Following:
+        """For another step of the same pass."""
+        return Following(self.goal, self._place)
+
     def rebuilds(self, calls: Sequence[Call]) -> bool:
         """May the tensor that was packed last be rebuilt? `calls` are all calls so far."""
         last, entry = len(calls) - 1, self._entry

@@ -35,10 +35,14 @@ class Log:
         self.subclasses = False  # may there be any, such as DTensors?
         self.stamp = 0
         self.alive = 0  # saved tensors
+        self.task = (
+            -1
+        )  # the last backward pass that began before the passes had closed, by the engine's number
+        self.noted_packs = 0  # all that was saved before it
         self.largest = 0  # of what was saved
         self.busy = False  # does this thread make calls itself, which are none of the log's?
         self.closed = False
-        self.gone: list[int] = []  # saved objects that are to be let go of
+        self.gone: list[tuple[int, Any, int]] = []  # saved objects that are to be let go of
         self._lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> Log:
@@ -51,14 +55,16 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._depth == 1 and self.gone:
-            self.forget_saved(self.gone.pop())
+            self.forget_saved(*self.gone.pop())
         self._depth -= 1
         self._lock.release()
 
-    def forget_saved(self, v: int) -> None:
-        """A node has let go of what it saved."""
+    def forget_saved(self, v: int, of: Any, backward_passes: int) -> None:
+        """A node has let go of what it saved, in this pass behind so many backward passes."""
         self.values[v].saves -= 1
         self.alive -= 1
+        of.alive -= 1
+        of.alive_then -= backward_passes < of.backward_passes
         self.release(v)
 
     def release(self, v: int) -> None:
@@ -94,6 +100,17 @@ class Log:
         self.leaves.clear()
         self.others = [one for one in self.others if one() is not None]
         self.largest = 0
+
+    def backward_begins(self) -> None:
+        """A backward pass runs before the passes that are open have closed: what it is going to free is
+        noted."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task == self.task or self.packs == self.noted_packs:
+            return
+        with self:
+            self.task, self.noted_packs = task, self.packs
+            for one in self.passes:
+                one.note()
 
     def waits(self) -> bool:
         """Until the next node is made: a kernel that had begun before the log calls operators itself."""

@@ -49,6 +49,14 @@ class Follower:
         self.place = -1  # the last one
         self.cause = Cause()
         self.times: Times | None = None  # where a plan may be made of the pass
+        self.alive = 0  # saved tensors of the pass
+        self.alive_then = self.noted = 0  # those that were there when a backward pass last began within it
+        self.backward_passes = 0  # that did
+        self.renew: Callable[[], None] | None = None  # the pass begins again
+
+    def is_over(self) -> bool:
+        """Has a backward pass freed what was noted? What is saved from then on is another step's."""
+        return self.noted > 0 and self.alive_then * 8 < self.noted
 
     def has_place(self, x: Value, tensor: Tensor) -> bool:
         """Is there a choice? As in `decide`."""
@@ -58,6 +66,8 @@ class Follower:
     def drops(self, log: Log, x: Value, tensor: Tensor) -> bool:
         """May this value be dropped? `tensor`: as it is saved now."""
         assert self.ask is not None
+        if self.renew is not None and self.is_over():
+            self.renew()
         self.place += 1
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         here = name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, x.number - self.first
