@@ -270,9 +270,9 @@ inline Tensor rebuilt(SavedObject& s) {
     if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
     t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a kept tensor is not checked: in plain PyTorch, too, an unseen edit of it is no error
     TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
-                log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
-                " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
-                " or leave lean() out of this part");
+                log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, but is not what the forward"
+                " pass saved: a tensor that it is computed from was edited outside of torch, for example through NumPy. Edit a"
+                " copy of it, or leave lean() out of this part");
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);

@@ -77,7 +77,8 @@ inline Tensor copy_of(const Tensor& t, const Geometry& as) {
 
 inline Tensor shown(const Tensor& t, const Geometry& as) {
   TORCH_CHECK(as.extent() <= static_cast<int64_t>(t.storage().nbytes()),
-              "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the forward pass");
+              "leannorm.lean() has to rebuild a tensor from one whose memory was freed or resized after the forward pass."
+              " Keep that memory until backward(), or leave lean() out of this part");
   if (as.is_of(t)) return t;
   if (as.dtype != t.scalar_type() || as.is_on_host() || as.fake) return over(t.storage(), as);
   const Below below;
