@@ -286,8 +286,7 @@ struct Log {
     const int fresh = new_value(number, t, -1);
     return memories[number].current = fresh;
   }
-  // Whether a call of a mode has written the memory within a call that is still open. Autograd counts the write when the
-  // mode returns.
+  // Whether a mode's call has written the memory within an open call. Autograd counts the write when the mode returns.
   bool is_in_mode(int memory, const Value& x) const {
     if (x.call < 0 || x.counter.current_version() != x.version + 1) return false;
     return std::any_of(open.begin(), open.end(), [&](int one) {
