@@ -205,7 +205,7 @@ inline Tensor part_of(const Log& log, const Value& whole, int part) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// Adds a reader to the value, and if the value is dropped by this, to what it is rebuilt from.
+// Adds a reader to the value, and if it is dropped from now on, to the values from which it is rebuilt.
 inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
   c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
