@@ -51,8 +51,8 @@ struct Level {
   int level;
   LastCache cache;
 };
-// Of a machine's last caches: that of the highest level, since work is not done on a core without one; if they
-// differ, the smallest, since threads share the work evenly.
+// Chooses among a machine's last caches. One of the highest level counts, since no work is done on a core without it. If
+// they differ, the smallest counts, since threads share the work evenly.
 bool stands_for_both(const Level& a, const Level& b) {
   return a.level != b.level ? a.level > b.level : a.cache.bytes < b.cache.bytes;
 }

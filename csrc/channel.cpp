@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Values sizes(count);
-  STD_TORCH_CHECK(!mask || constant || sizes.n == call.blocks(), "leannorm: count must have one value, or one a sample");
+  STD_TORCH_CHECK(!mask || constant || sizes.n == call.blocks(), "leannorm: count must have one value, or one for each sample");
   const Tensor dz = want_dz ? new_like(x) : Tensor();
   call.results(dx, want_dz ? &dz : nullptr);
   const int64_t channels = call.s.c, sums = std::max<int64_t>(1, call.blocks()) * channels;

@@ -75,7 +75,7 @@ struct Call {
     STD_TORCH_CHECK((!weight || weight->dim() == 1) && (!bias || bias->dim() == 1),
                     "leannorm: weight and bias must have one axis");
     check(s, x, residual, "residual");
-    STD_TORCH_CHECK(!mask || groups >= 0, "leannorm: a mask goes with no groups of samples");
+    STD_TORCH_CHECK(!mask || groups >= 0, "leannorm: a mask cannot be combined with groups of samples");
     if (mask) positions.emplace(*mask, s);
   }
   void backward(const Tensor& dy, const Tensor& x, const Optional& out) {

@@ -18,7 +18,7 @@ struct Shape {
   Shape(const Tensor& x, int64_t groups) : n(x.size(0)), c(x.size(1)), inner(1), columns(0) {
     STD_TORCH_CHECK(groups <= 0 || c % groups == 0, "leannorm: ", c, " channels cannot be divided into ", groups,
                     " groups");
-    STD_TORCH_CHECK(groups >= 0 || n % -groups == 0, "leannorm: ", n, " samples cannot be divided by ", -groups);
+    STD_TORCH_CHECK(groups >= 0 || n % -groups == 0, "leannorm: ", n, " samples cannot be divided into groups of ", -groups);
     for (int64_t d = 2; d < x.dim(); ++d) inner *= x.size(d);
     if (numel() == 0) return;
     const bool contiguous = x.is_contiguous();
@@ -282,7 +282,7 @@ inline Cut moments_cut(const Shape& s, int64_t groups) {
 constexpr int64_t kGrain = 32768;
 inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
 
-// Whether there are sets enough, or each is one piece, so that one thread takes it through both passes.
+// Whether there are enough sets, or each is one piece, so that one thread takes a set through both passes.
 inline bool carries_whole_sets(const Cut& first, const Cut& second) {
   return first.sets >= 4 * int64_t(torch::stable::get_num_threads()) || first.sets * first.set_elements() <= kGrain ||
          std::max(first.chunks, second.chunks) <= 1;

@@ -22,14 +22,14 @@ bool stream(const Tensor& x, int64_t tensors, std::initializer_list<const Tensor
   return aligned && tensors * x.numel() * size >= streamed_traffic();
 }
 
-// From a row to the next; that of a single row may be anything.
+// Elements from one row to the next. The stride of a single row may be anything.
 int64_t step(const Tensor& v) { return v.sizes()[0] > 1 ? v.strides()[0] : v.sizes()[1]; }
 
-// Rows of one size, and a weight for each element of a row.
+// Checks that all tensors have rows of the same size, and that the weight has a value for each element of a row.
 void check_gated(const Tensor& x, std::initializer_list<const Tensor*> others, const Tensor& weight) {
   bool fit = x.dim() == 2 && weight.numel() == x.sizes()[1];
   for (const Tensor* v : others) fit = fit && v->dim() == 2 && v->sizes()[0] == x.sizes()[0] && v->sizes()[1] == x.sizes()[1];
-  STD_TORCH_CHECK(fit, "leannorm: gate and dy must be rows of x's size, and weight a row");
+  STD_TORCH_CHECK(fit, "leannorm: gate and dy must have x's two axes, and weight one value for each column");
 }
 
 std::tuple<Tensor, Tensor> row_gated_forward(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps,

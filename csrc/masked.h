@@ -1,5 +1,5 @@
-// The per-channel kernels if some positions are not data: planes of which the end, or more, is not read. Columns need
-// no kernels of their own: those of channel.h go over runs of valid rows.
+// The per-channel kernels for a mask, under which some positions are not data. Of a plane the end, or more, is not read.
+// Columns need no kernels of their own, as those of channel.h go over runs of valid rows.
 #pragma once
 
 #include "channel.h"

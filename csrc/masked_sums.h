@@ -17,7 +17,7 @@ class Positions {
 
   Positions(const Tensor& mask, const Shape& s) : positions_(s.inner), mask_(mask) {
     STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.is_contiguous() && mask.numel() == s.n * s.inner,
-                    "leannorm: the mask must be bool, contiguous, (samples, positions)");
+                    "leannorm: the mask must be bool and contiguous, of shape (samples, positions)");
     const uint8_t* const valid = static_cast<const uint8_t*>(mask.const_data_ptr());
     if (s.columns) {
       find_rows(valid, s.n * s.inner);

@@ -40,7 +40,7 @@ class Parameter {
                     " rows, got ", v->numel());
     const bool narrow = v->scalar_type() != wide;
     groups_ = size[0], each_ = rows / groups_;
-    STD_TORCH_CHECK(!narrow || (v->scalar_type() == x.scalar_type() && each_ == 1), "leannorm: lines of ", what, " have another type");
+    STD_TORCH_CHECK(!narrow || (v->scalar_type() == x.scalar_type() && each_ == 1), "leannorm: lines of ", what, " have the wrong dtype");
     bytes_ = stride[0] * static_cast<int64_t>(v->element_size());
     lines_ = {data(*v), each_ == 1 ? stride[0] : 0, narrow};
   }

@@ -16,8 +16,8 @@
 namespace leannorm {
 namespace {
 
-// For one tensor in a panel: the second cache holds two, and the next two. If that is enough for all interleaved
-// rows, a panel is a cache line; otherwise narrow ones are read at the same speed.
+// Bytes of one tensor in a panel: the second cache holds those of two tensors, and of the next two. Wide panels are used
+// only if kWholeBytes are enough for all interleaved rows; otherwise narrow ones are read at the same speed.
 constexpr int64_t kWholeBytes = 320 << 10, kPanelBytes = 96 << 10;
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
@@ -131,19 +131,19 @@ struct Rows {
   Tensor result_;
 };
 
-// Whether these have the right size: a parameter that of a row, a tensor that of x, statistics that of the rows.
+// Checks a number of values: a parameter has one for each of a row's, a tensor for each of x's, statistics for each row.
 void check(const Optional& v, int64_t size, const char* what) {
   STD_TORCH_CHECK(!v || v->numel() == size, "leannorm: ", what, " must have ", size, " values, got ", v->numel());
 }
 void check_axes(const Tensor& x, int64_t start, int64_t stop) {
-  STD_TORCH_CHECK(0 <= start && start < stop && stop <= x.dim(), "leannorm: a row is of axes of the input, got ", start, " to ", stop);
+  STD_TORCH_CHECK(0 <= start && start < stop && stop <= x.dim(), "leannorm: a row's axes must be axes of the input, got ", start, " to ", stop);
 }
 
 // A byte for every row, in the order of the statistics; null if all rows are valid.
 const char* valid_rows(const Optional& valid, int64_t rows) {
   if (!valid) return nullptr;
   const bool fits = valid->scalar_type() == ScalarType::Bool && valid->is_contiguous() && valid->numel() == rows;
-  STD_TORCH_CHECK(fits, "leannorm: valid must be bool, contiguous, an entry for each row");
+  STD_TORCH_CHECK(fits, "leannorm: valid must be bool and contiguous, with one entry for each row");
   return data(*valid);
 }
 
@@ -181,10 +181,10 @@ RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& r
   return args;
 }
 
-// Parameters with lines, and a gate, are for rows that follow each other.
+// Checks that rows follow each other, which a gate and parameters with lines need.
 void check_lines(bool lines, const Tensor& x, int64_t stop, const Optional& valid) {
   STD_TORCH_CHECK(!lines || (x.is_contiguous() && stop == x.dim() && !valid),
-                  "leannorm: a gate, and parameters that have lines, are for contiguous rows without a mask");
+                  "leannorm: a gate, and parameters that have lines, need contiguous rows and no mask");
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, const Optional& residual,

@@ -1,5 +1,5 @@
-// The parts of a call of these functions: tensors from Python, whether it is an ordinary call (by `usual_call` of
-// autograd/fast.py), operators and their arguments.
+// What the functions of nodes.cpp share: they read tensors from Python, check that a call is an ordinary one (as `usual_call`
+// of autograd/fast.py does), and call operators.
 #pragma once
 
 #include "tapes.h"
@@ -24,7 +24,7 @@ template <class Key> constexpr c10::DispatchKeySet of_named_dims() {
   else return {};
 }
 
-// Whether nothing is active in this thread that sees operators or replaces tensors: no transform, tracer or mode.
+// Whether nothing in this thread intercepts operators or replaces tensors: no transform, tracer or mode.
 // Three modes are allowed: autocast, which does not know our operators, inference mode, and that of torch.matmul,
 // which drops named dimensions.
 inline bool plain_thread() {
@@ -36,7 +36,7 @@ inline bool plain_thread() {
   return now.included_ == c10::default_included_set - no_grad && left_out == (usual | c10::autograd_dispatch_keyset);
 }
 
-// A dense tensor on a CPU or on CUDA, and nothing more: no wrapper, no lazy conjugation, no tangent.
+// Whether the tensor is an ordinary one on a CPU or on CUDA: no wrapper, no lazy conjugation, no tangent.
 inline bool plain(const Tensor& v) {
   using c10::BackendComponent;
   static const auto keys = [](bool inference) {
@@ -86,7 +86,7 @@ inline bool channels_last(const Tensor& x) {
 }
 inline bool dense(const Tensor& x) { return x.dim() > 1 && (x.is_contiguous() || channels_last(x)); }
 
-// An argument; false if an ordinary call does not have it. Triton's tapes check that tensors are on one device.
+// Reads an argument; false if an ordinary call would not have it. Triton's tapes check that tensors are on one device.
 inline bool read(PyObject* from, Tensor& to, bool by_triton) {
   if (from == Py_None) return true;
   if (!THPVariable_CheckExact(from)) return false;
@@ -199,7 +199,7 @@ template <class Make> PyObject* result(Make make) {
   return THPVariable_Wrap(std::move(made));
 }
 
-// A node behind the pointer type that this release of torch counts references with.
+// Makes a node, owned by the type of pointer with which this release of torch counts references.
 template <class Kind, class Pointer> auto new_node() {
   if constexpr (std::is_constructible_v<Pointer, std::shared_ptr<Kind>>)
     return std::shared_ptr<Kind>(new Kind(), [](auto* node) { deleteNode(node); });  // torch's, where it has it

@@ -1,4 +1,4 @@
-// Copies of small tensors that were there before the pass, such as weights, which an optimizer may change.
+// Copies of small tensors that existed before the pass, such as weights, because an optimizer may change them.
 #pragma once
 
 #include "replay.h"
@@ -10,7 +10,7 @@
 
 namespace leannorm::recording {
 
-// A tensor that was there before the pass is copied, where it is small; of a device all at once, when the pass ends.
+// Copies one such tensor. Those on a device are copied together when the pass ends, by one call.
 inline void copy_small(Log& log, int v) {
   Value& x = log.values[v];
   if (is_on_device(x.made) && !log.gathers) return log.to_copy.push_back(v);

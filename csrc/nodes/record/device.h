@@ -1,5 +1,5 @@
-// Devices that run asynchronously: the host waits for no value there, and what was made on one stream is read on another one
-// only after that has waited, while the allocator knows of both.
+// Devices that run asynchronously. The host waits for no value there. A stream that reads what another one made waits for
+// it first, and the allocator learns of both.
 #pragma once
 
 #include "shown.h"
@@ -22,7 +22,7 @@ inline std::optional<c10::Stream> stream_of(const Geometry& g) {
   return c10::impl::VirtualGuardImpl(g.device.type()).getStream(g.device);
 }
 
-// Before this thread's stream reads what was made on the other one. Autograd orders the gradients of nodes, not what they read.
+// Makes this thread's stream wait for the one that made the tensor. Autograd does that for gradients, not for what nodes read.
 inline void share(const Tensor& t, const Geometry& g, const std::optional<c10::Stream>& made_on) {
   if (!made_on) return;
   const auto here = stream_of(g);
@@ -34,7 +34,7 @@ inline void share(const Tensor& t, const Geometry& g, const std::optional<c10::S
   guard.recordDataPtrOnStream(t.storage().data_ptr(), *here);
 }
 
-// capturing(tensor): is a CUDA graph being captured, in which nothing may be looked at?
+// capturing(tensor): whether a CUDA graph is being captured, during which the host may not read values.
 inline py::object& asks_capturing() {
   static auto* const function = new py::object();
   return *function;

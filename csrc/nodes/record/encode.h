@@ -1,6 +1,6 @@
-// What is held in fewer bytes: two values as a bit each, integers in the width of their range, floats in a narrower dtype.
-// The values themselves choose, all of them are looked at, and what is read back has their bits, whatever they mean: a
-// NaN's payload, -0.0, denormals.
+// Encodes kept tensors in fewer bytes: two values as bits, integers in the width of their range, floats in a narrower dtype.
+// All of the values are read to choose the code, and decoding returns the same bits, even of a NaN's payload, of -0.0 and of
+// denormals.
 #pragma once
 
 #include "log.h"
@@ -15,7 +15,7 @@ namespace leannorm::recording {
 
 struct Code {
   enum Kind : uint8_t { kBits, kIntegers, kUpperHalves, kCast } kind;
-  uint64_t low = 0, high = 0;  // the two values; of integers: the least, and how many are above it
+  uint64_t low = 0, high = 0;  // the two values; of integers: the least one, and the largest minus the least
   at::ScalarType narrow = at::kByte;
 
   const char* name() const { return kind == kBits ? "bits of a mask" : kind == kIntegers ? "integers in a narrower dtype" : "source of a cast"; }
@@ -27,7 +27,7 @@ struct Coded {
 
 namespace coding {
 
-constexpr int64_t kGrain = 1 << 15, kFirst = 64, kChunk = 1 << 16;  // elements: of a thread; looked at first; cast at once
+constexpr int64_t kGrain = 1 << 15, kFirst = 64, kChunk = 1 << 16;  // elements per thread, read first, cast at once
 
 template <class Run> void for_unsigned(int64_t width, const Run& run) {
   switch (width) {
@@ -41,16 +41,16 @@ template <class Run> void for_unsigned(int64_t width, const Run& run) {
 template <class U> U* data(const Tensor& t) { return static_cast<U*>(t.mutable_data_ptr()); }
 template <class U> const U* elements(const Tensor& t) { return static_cast<const U*>(t.const_data_ptr()); }
 
-// The elements in the order of the memory.
+// The elements in the order of their memory.
 inline Tensor flat(const Tensor& t) { return t.as_strided({t.numel()}, {1}, t.storage_offset()); }
 
-// The nodes are built without vectors, which these two loops are made for.
+// The nodes are compiled without vectorization, which these two loops need.
 #if defined(__GNUC__) && !defined(__clang__)
 #define LEANNORM_VECTORS __attribute__((optimize("O3")))
 #else
 #define LEANNORM_VECTORS
 #endif
-// Which are the one value? False if some are neither.
+// Sets a flag where the element is `high`. False if an element is neither `low` nor `high`.
 template <class U> LEANNORM_VECTORS bool flags_of(const U* from, int64_t n, U low, U high, uint8_t* flags) {
   U others = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -113,7 +113,7 @@ template <class U> void from_bits(const Code& code, const Tensor& bytes, const T
   });
 }
 
-// Integers above the least of them.
+// Integers as their differences from the least one.
 template <class U> std::optional<Coded> integers_of(const Tensor& t) {
   const auto [least, most] = at::aminmax(t);
   const U low = *elements<U>(least);
@@ -143,13 +143,13 @@ template <class U> void from_integers(const Code& code, const Tensor& bytes, con
   });
 }
 
-// A float that fits in a narrower one has as many zeros at the end of its bits as that has fewer digits.
+// Whether the first elements end in so many zero bits: a float fits in a narrower one only if the digits that this lacks are 0.
 template <class U> bool first_end_in_zeros(const Tensor& t, int zeros) {
   const U* const p = elements<U>(t);
   return std::all_of(p, p + std::min(t.numel(), kFirst), [zeros](U x) { return (x & ((U{1} << zeros) - 1)) == 0; });
 }
 
-// bfloat16 is the upper half of a float32's bits; a cast may change those of a NaN, or flush a denormal.
+// Takes the upper half of each float32's bits, which is a bfloat16. A cast could change a NaN's bits, or flush a denormal.
 inline std::optional<Coded> upper_halves_of(const Tensor& t) {
   const int64_t n = t.numel();
   const uint32_t* const p = elements<uint32_t>(t);
@@ -173,7 +173,7 @@ inline void from_upper_halves(const Tensor& halves, const Tensor& to) {
   });
 }
 
-// What float32 flushes to zero in some threads, is it among these?
+// Whether some values are denormal as float32, which some threads flush to zero.
 inline bool has_denormals(const Tensor& doubles) {
   const double* const p = elements<double>(doubles);
   return std::any_of(p, p + doubles.numel(), [](double x) { return x != 0 && std::abs(x) < std::numeric_limits<float>::min(); });
@@ -196,13 +196,13 @@ inline std::optional<Coded> cast_of(const Tensor& t, at::ScalarType narrow) {
 
 }  // namespace coding
 
-// A widening cast in the dtype before it; none if the bits, cast back, would be others.
+// A widening cast in its source's dtype; none if casting back would give other bits.
 inline std::optional<Coded> in_source(const Tensor& t, at::ScalarType narrow) {
   if (t.scalar_type() == at::kFloat && narrow == at::kBFloat16) return coding::upper_halves_of(t);
   return coding::cast_of(t, narrow);
 }
 
-// The tensor in at most half of its bytes, if that can be. It is dense, and all of its memory.
+// The tensor in at most half of its bytes, if that is possible. It must be dense and fill its memory.
 inline std::optional<Coded> coded(const Tensor& t) {
   std::optional<Coded> made;
   coding::for_unsigned(t.element_size(), [&]<class U>(U) { made = coding::bits_of<U>(t); });
@@ -231,17 +231,17 @@ inline Tensor flags_on_device(const Tensor& bytes, int64_t n) {
 
 }  // namespace coding
 
-// On a device.
+// Decodes a tensor on a device, or a fake one.
 inline Tensor decoded_unseen(const Code& code, const Tensor& bytes, const Geometry& made) {
   if (code.kind == Code::kBits) {
     Tensor flags = coding::flags_on_device(bytes, made.numel());
-    if (made.dtype != at::kBool) flags = flags.to(made.dtype);  // of a fake tensor
+    if (made.dtype != at::kBool) flags = flags.to(made.dtype);  // a fake tensor
     return over(flags.storage(), made);
   }
   return over(bytes.to(made.dtype).storage(), made);
 }
 
-// In new memory, laid out as it was.
+// Decodes the tensor into new memory, in its original layout.
 inline Tensor decoded(const Code& code, const Tensor& bytes, const Geometry& made, int64_t storage_bytes) {
   if (!made.is_on_host()) return decoded_unseen(code, bytes, made);
   const Tensor t = over(at::empty({storage_bytes}, at::TensorOptions().dtype(at::kByte).device(made.device)).storage(), made);
@@ -255,8 +255,8 @@ inline Tensor decoded(const Code& code, const Tensor& bytes, const Geometry& mad
   return t;
 }
 
-// Is the tensor all of its memory, and whose is that? What other code than torch's has allocated (an array, a file,
-// another process) may be seen and written by that, and is no tensor's alone.
+// Whether the tensor fills its memory, and torch allocated that. Other code that allocates memory (for an array, a file or
+// another process) may read and write it unseen.
 inline bool may_be_coded(const Value& x, const Tensor& t) {
   const Geometry& g = x.made;
   return g.offset == 0 && x.storage_bytes > 0 && g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)) == x.storage_bytes &&

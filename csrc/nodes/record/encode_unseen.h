@@ -1,5 +1,5 @@
-// The same where values are not looked at: on a device, for which the host would wait, and of fake tensors, which have none.
-// Who made a tensor tells what it holds.
+// Encodes tensors without reading their values: on a device the host would wait for them, and fake tensors have none. What a
+// tensor contains is inferred from the call that made it.
 #pragma once
 
 #include "encode.h"
@@ -15,7 +15,7 @@ inline const Call* maker_of(const Log& log, const Value& x, const char* name) {
   return &log.calls[x.call];
 }
 
-// Dropout's mask on a CPU: zeros and ones, divided by a number.
+// Whether the value is dropout's mask, which a CPU makes as zeros and ones divided by a number.
 inline bool is_dropped(const Log& log, const Value& x) {
   if (maker_of(log, x, "aten::div_") == nullptr) return false;
   for (int call = x.call - 1; call >= std::max(x.call - 4, 0); --call) {
@@ -25,7 +25,7 @@ inline bool is_dropped(const Log& log, const Value& x) {
   return false;
 }
 
-// The dtype that a widening cast was made of.
+// The dtype of a floating-point cast's source; none if the value is not such a cast.
 inline std::optional<at::ScalarType> source_of_cast(const Log& log, const Value& x) {
   const Call* const cast = maker_of(log, x, "aten::_to_copy");
   if (cast == nullptr || cast->reads.size() != 1) return {};
@@ -33,7 +33,7 @@ inline std::optional<at::ScalarType> source_of_cast(const Log& log, const Value&
   return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
 }
 
-// Positions of maxima in an image's or a volume's axes: the largest of them.
+// The largest position that max pooling can return for an image or a volume; none if the value is not its positions.
 inline std::optional<int64_t> largest_position(const Log& log, const Value& x) {
   if (x.out != 1 || x.made.dtype != at::kLong) return {};
   for (const auto& [name, axes] : {std::pair("aten::max_pool2d_with_indices", size_t{2}), {"aten::max_pool3d_with_indices", size_t{3}}}) {
@@ -47,7 +47,7 @@ inline std::optional<int64_t> largest_position(const Log& log, const Value& x) {
   return {};
 }
 
-inline Tensor bits_on_device(const Tensor& flags) {  // eight a byte, the first one lowest
+inline Tensor bits_on_device(const Tensor& flags) {  // eight per byte, the first one in the lowest bit
   const int64_t n = flags.numel();
   Tensor bytes = flags.view(at::kByte);
   if (n % 8 != 0) bytes = at::constant_pad_nd(bytes, {0, 8 - n % 8});

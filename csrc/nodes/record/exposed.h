@@ -1,4 +1,4 @@
-// Memory that a closed log needs and that others can write (watch.h).
+// Memory that a closed log needs and that other code can write (watch.h).
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -13,16 +13,16 @@ namespace leannorm::recording {
 
 struct Log;
 
-// Of one log; what `values` has does not change.
+// Such memory of one log. `values` does not change once it is filled.
 struct Exposed {
   std::weak_ptr<Log> log;
   ska::flat_hash_map<c10::StorageImpl*, int> values;
-  std::atomic<int> left = 0;  // that are still needed and not copied
+  std::atomic<int> left = 0;  // values that are still needed and not copied
 };
 struct Watched {
   std::mutex mutex;
   std::vector<std::shared_ptr<Exposed>> all;
-  std::atomic<int> left = 0;  // of all of them
+  std::atomic<int> left = 0;  // the sum over all logs
 };
 inline Watched& watched() {
   static auto* const made = new Watched();

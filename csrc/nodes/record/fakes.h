@@ -1,4 +1,4 @@
-// Fake tensors (torch's FakeTensorMode), which have sizes and no memory: a log has them as it has others, and compares nothing.
+// Fake tensors (torch's FakeTensorMode), which have sizes but no memory. The log treats them as others, but compares nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace leannorm::recording {
 
 using at::Tensor;
 
-// Objects of Python's, which let go of with its lock.
+// Owns Python objects, which must be released with Python's lock.
 template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
   return {new Objects(std::move(objects)), [](Objects* made) {
             const py::gil_scoped_acquire gil;
@@ -22,7 +22,7 @@ template <class Objects> std::shared_ptr<Objects> of_python(Objects objects) {
           }};
 }
 
-// Their class, once it has been imported, and make(mode, tensor on meta, device) -> one over the same storage.
+// The class of fake tensors, once it has been imported, and make(mode, meta tensor, device) -> one over the same storage.
 struct Fakes {
   PyTypeObject* type = nullptr;
   py::object make;
@@ -50,7 +50,7 @@ inline Tensor fake_of(const py::object& mode, const Tensor& meta, c10::Device de
   return py::cast<Tensor>(fakes().make(mode, meta, device.str()));
 }
 
-// A backward pass may run outside of the mode.
+// Sets the mode, outside of which a backward pass may run; false if it is set already.
 inline bool sets_mode_of_fakes(const py::object& mode) {
   using Modes = c10::impl::TorchDispatchModeTLS;
   constexpr auto key = c10::impl::TorchDispatchModeKey::FAKE;
@@ -60,18 +60,18 @@ inline bool sets_mode_of_fakes(const py::object& mode) {
   return true;
 }
 
-// Is its memory the host's, to be read here?
+// Whether the host can read the tensor's memory.
 inline bool is_on_host(const Tensor& t) {
   return t.key_set().has(c10::DispatchKey::CPU) && !t.key_set().has(c10::DispatchKey::Python);
 }
 
-// Calls within go past the modes that are on.
+// Calls in its scope bypass the active modes.
 class PastModes {
   const c10::impl::ExcludeDispatchKeyGuard without_{
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
-// Modes whose own calls are the log's, since they choose what a call gives. That of fake tensors is none: it computes nothing.
+// Whether modes are active that choose what a call returns. The log has their own calls. Fake tensors' mode computes nothing.
 inline bool are_modes() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   if (!Modes::any_modes_set()) return false;

@@ -1,4 +1,4 @@
-// Values whose memory the log alone holds are held in fewer bytes.
+// Values whose memory only the log owns are encoded in fewer bytes.
 #pragma once
 
 #include "walk.h"
@@ -7,24 +7,24 @@
 
 namespace leannorm::recording {
 
-inline Py_ssize_t references_of(const Tensor& t) {  // one of them is taken here
+inline Py_ssize_t references_of(const Tensor& t) {  // including the one that is taken here
   return Py_REFCNT(py::reinterpret_steal<py::object>(THPVariable_Wrap(t)).ptr());
 }
-// Does no Python code have this tensor, and of C++ only these owners? A Python object is made where there is none: torch
-// counts it as one owner more, and keeps one reference to it or none, by its release.
+// Whether no Python code has this tensor, and only so many owners in C++ do. The test creates its Python object if there is
+// none. torch counts that as one more owner, and itself has one reference to it or none, depending on the release.
 inline bool has_owners(const Tensor& t, size_t owners) {
   static const Py_ssize_t when_alone = references_of(at::empty({1}));
   return references_of(t) == when_alone && t.use_count() <= owners + 1;
 }
 
-// The evidence that a copy may take the place of the memory: it is as it was saved, torch's own allocator made it
-// (`may_be_coded`), and its owners are counted. They are the log's alias and the leaves that saved objects hold, which
-// have no other owner themselves. Whoever else could read or write it (a tensor, a view, an array, an operator that
-// runs) would be one more.
+// Whether a copy can replace the memory: it is unchanged since it was saved, torch's own allocator made it
+// (`may_be_coded`), and its only owners are the log's alias and the leaves that saved objects keep, which have no other
+// owner themselves. Anything else that could read or write it (a tensor, a view, an array, a running operator) would be
+// one more owner.
 inline bool is_ours_alone(Log& log, int v) {
   const Value& x = log.values[v];
   if (!x.held.defined() || x.copied || x.lost || x.shown.defined() || !log.is_there(v)) return false;
-  const size_t objects = x.made.fake ? 1 : 0;  // of a fake tensor Python's object is always there, and its storage's
+  const size_t objects = x.made.fake ? 1 : 0;  // a fake tensor and its storage always have a Python object
   if (x.counter.current_version() != x.version || x.held.use_count() > 1 + objects) return false;
   std::map<c10::TensorImpl*, size_t> leaves;
   if (const auto held = log.leaves.find(v); held != log.leaves.end())
@@ -36,14 +36,14 @@ inline bool is_ours_alone(Log& log, int v) {
   return true;
 }
 
-// Look at those whose turn it is; `all` of them where the pass ends. Whose memory is still somebody's is looked at again,
-// each time four times later.
+// Encodes the waiting values that are due, or `all` of them when the pass ends. A value whose memory still has another owner
+// is tried again later, after four times as many packed tensors each time.
 inline void encode_freed(Log& log, bool all = false) {
   while (!log.waiting.empty() && (all || log.waiting.top().due <= log.packs)) {
     Waiting one = log.waiting.top();
     log.waiting.pop();
     const Value& x = log.values[one.value];
-    if (!x.held.defined() || x.copied) continue;  // it has gone, or was dropped
+    if (!x.held.defined() || x.copied) continue;  // it was freed or dropped, or is a copy already
     if (is_ours_alone(log, one.value)) {
       const auto leaves = log.leaves.find(one.value);
       if (!encode(log, one.value) || leaves == log.leaves.end()) continue;

@@ -1,4 +1,4 @@
-// The saved-tensor hooks: a tensor is saved by its value, and read back.
+// The saved-tensor hooks: a node keeps a tensor's value in the log instead of the tensor, and reads it back.
 #pragma once
 
 #include "freed.h"
@@ -13,17 +13,17 @@
 
 namespace leannorm::recording {
 
-// What a node keeps in the place of a tensor: a value as a view shows it, or a tensor that is kept as it is.
+// What a node keeps instead of a tensor: a value with the sizes and strides of a view, or the tensor itself.
 struct SavedObject {
   PyObject_HEAD
   std::shared_ptr<Log> log;
   std::optional<Geometry> geometry;  // none: as the value was made
   std::optional<c10::VariableVersion> counter;
-  Tensor tensor, original;  // kept as it is; under verify, what a rebuild is compared with
+  Tensor tensor, original;  // the tensor itself, if it is kept; under verify, what a rebuild is compared with
   std::shared_ptr<const Other> other;
-  py::object spec, layer;   // how ranks share the DTensor whose local tensor the value is; the layer that saved it
+  py::object spec, layer;   // how ranks share the DTensor, if the value is its local tensor; the layer that saved it
   uint32_t version;
-  int value, pass, backward_passes;  // that it had seen
+  int value, pass, backward_passes;  // backward_passes: how many the pass had seen when the tensor was saved
 };
 
 inline void check_version(const SavedObject& s) {
@@ -48,7 +48,7 @@ inline void forget_saved(PyObject* self) {
     --s->log->values[s->value].saves, --s->log->alive;
     Log::Alive& of_pass = s->log->alive_of[s->pass];
     --of_pass.now, of_pass.then -= s->backward_passes < of_pass.backward_passes;
-    release(*s->log, s->value);
+    remove_reader(*s->log, s->value);
   }
   s->~SavedObject();
   Py_TYPE(self)->tp_free(self);
@@ -66,7 +66,7 @@ inline PyObject* new_saved() {
   return s;
 }
 
-// A parameter, or a view of one: it exists without autograd, also where it is frozen.
+// Whether the tensor is a parameter, also a frozen one, or a view of one: that memory exists without autograd.
 inline bool is_parameter(const Tensor& t) {
   const Tensor base = base_of(t);
   if (!base.is_leaf() || base.requires_grad()) return base.is_leaf();
@@ -76,25 +76,25 @@ inline bool is_parameter(const Tensor& t) {
   return is == 1;
 }
 
-// What saving/recorded.py does for C++.
+// The functions of saving/recorded.py that C++ calls.
 struct OfPython {
   py::object others;               // unpacks what small passes have packed
-  py::object in_rows, unbuilt;     // has a log-softmax's gradient its bits when it reads rows; what stands for one, or None
-  py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of the two
-  py::object compare;              // compare(rebuilt, original, name, layer) raises where they differ
+  py::object in_rows, unbuilt;     // whether a log-softmax's gradient has the same bits by rows; a stand-in for one, or None
+  py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of these two
+  py::object compare;              // compare(rebuilt, original, name, layer) raises if they differ
 };
 inline OfPython& python() {
   static auto* const set = new OfPython();
   return *set;
 }
 
-// Values that wait for it are handed to the innermost pass's hooks, which run without the log's lock.
+// Gives the waiting values to the innermost pass's hooks, which run without the log's lock.
 inline void hand_over(Log& log) {
   if (log.asked.empty() || log.to_move.empty()) return;
   const auto asked = log.asked.back();
   if (asked->hold.is_none()) return log.to_move.clear();
   {
-    const Log::Lock lock(log);  // a transform's tensor does not say that it is written
+    const Log::Lock lock(log);  // the log cannot see which memory a call writes through a transform's tensor
     if (std::any_of(log.open.begin(), log.open.end(), [&log](int one) { return !log.calls[one].rule->writes.empty(); })) return;
   }
   for (size_t i = 0; i < log.to_move.size();) {
@@ -104,7 +104,7 @@ inline void hand_over(Log& log) {
       const Log::Lock lock(log);
       const Value& x = log.values[v];
       if ((x.call >= 0 && std::find(log.open.begin(), log.open.end(), x.call) != log.open.end()) || log.memories[x.memory].writer >= 0) {
-        ++i;  // it is being written
+        ++i;  // the value is being written
         continue;
       }
       log.to_move.erase(log.to_move.begin() + static_cast<int64_t>(i));
@@ -130,15 +130,15 @@ inline void hand_over(Log& log) {
   }
 }
 
-// Save the tensor by its value. `whole`: what the node saves, of which `t` is this rank's part.
+// Saves the tensor by its value. `whole`: what the node saves, of which `t` is this rank's part.
 inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   Log& log = *current;
   const Log::Lock lock(log);
-  if (!log.limit) encode_freed(log);  // which decides later what is dropped
+  if (!log.limit) encode_freed(log);  // a limit decides later what is encoded
   int v = log.value_of(t);
   if (v < 0) v = log.new_memory(t, log.open.empty() || log.is_in_subclass() ? -1 : log.open.back());
-  if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // both would be kept
-  if (log.values[v].copied) {  // for others; this node reads the memory itself, as in plain PyTorch
+  if (Value& x = log.values[v]; x.code) x.held = over(t.storage(), x.made), x.code.reset(), x.copied = false;  // otherwise both would be kept
+  if (log.values[v].copied) {  // the copy is for rebuilds; this node reads the memory itself, as in plain PyTorch
     s.tensor = whole.grad_fn() ? alias_of(t) : t;
     return;
   }
@@ -154,7 +154,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     if (!x.parameter) x.listed = true, x.number = static_cast<int>(log.listed.size()), log.listed.push_back(v);
   }
   const bool movable = !x.parameter && !log.asked.back()->hold.is_none() && t.numel() >= log.policy.smallest;
-  const bool leaf = !whole.grad_fn() && !movable;  // autograd reads what it holds in the backward pass, also where its data is replaced
+  const bool leaf = !whole.grad_fn() && !movable;  // autograd reads a leaf in the backward pass, even if its data was replaced
   if (leaf) s.tensor = t;
   if (leaf && !s.spec) log.leaves[v].push_back(&s.tensor);
   const bool planned = log.following.back()->has_place(log, x, whole), drops = !planned || log.following.back()->drops(log, x, t);
@@ -167,7 +167,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     return;
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
-  if (shows_more) x.call = -1;  // other memory than its call has made
+  if (shows_more) x.call = -1;  // it shows more memory than its call made
   if (movable) log.to_move.push_back(v);
   if (!leaf && log.limit && !is_on_device(x.made)) return log.limit->saved(log, x.storage_bytes);
   if (log.limit && is_on_device(x.made)) log.meets(kBeyondLimit);
@@ -184,7 +184,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   log.values[v].in_rows = fits;
 }
 
-// What is told of a tensor that is kept as it is; none of a parameter.
+// What the pass reports of a tensor that is kept and that the log cannot read; null for a parameter.
 inline std::shared_ptr<const Other> other_of(Log& log, PyObject* given) {
   const py::object told = log.asked.back()->other(py::handle(given));
   if (told.is_none()) return nullptr;
@@ -216,7 +216,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   auto& s = *reinterpret_cast<SavedObject*>(object);
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
   if (current) ++current->packs;
-  Tensor local = t;  // of this rank
+  Tensor local = t;  // this rank's part
   bool keeps = !current || busy || (t.is_leaf() && t.requires_grad());
   if (!keeps && !plain(t)) {
     const auto own = current->subclasses && t.key_set().has(c10::DispatchKey::Python) ? python().local(py::handle(given)) : py::none();
@@ -249,7 +249,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-// Is the reader a function of a user's, which may write into what it is given?
+// Whether a user's autograd function reads the tensor, which may write into it.
 inline bool read_by_user() {
   const auto node = torch::autograd::get_current_node();
   if (!node) return false;
@@ -262,7 +262,7 @@ inline bool read_by_user() {
   return std::string(py::str(module)).rfind("leannorm.", 0) != 0;
 }
 
-// Is it made of what a user's hooks have brought from elsewhere, as they give it?
+// Whether the value is rebuilt from what a user's hooks returned, which may differ from what they were given.
 inline bool is_of_others(const Log& log, int v) {
   std::unordered_set<int> looked;
   std::vector<int> left{v};
@@ -286,11 +286,11 @@ inline Tensor rebuilt(SavedObject& s) {
   else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
   else {
     if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
-    t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a node's own tensor may be edited unseen, as in plain PyTorch
+    t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a kept tensor is not checked: in plain PyTorch, too, an unseen edit of it is no error
     TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
-                log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, and is not what the forward"
-                " pass saved: what it was made of was edited where no operator was called (through its memory). Edit a copy of it,"
-                " or leave lean() out of this part");
+                log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, but is not what the forward"
+                " pass saved: a tensor that it is computed from was edited outside of torch, for example through NumPy. Edit a"
+                " copy of it, or leave lean() out of this part");
   }
   Replay(log).used(s.value);
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
@@ -301,7 +301,7 @@ inline Tensor rebuilt(SavedObject& s) {
 
 inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
 
-// A backward pass runs before the passes that are open have closed: what it is going to free is noted.
+// A backward pass may begin before the open passes close. They note what it is going to free.
 inline void backward_begins(Log& log) {
   const int task = torch::autograd::get_current_graph_task_id();
   const Log::Lock lock(log);
@@ -310,7 +310,7 @@ inline void backward_begins(Log& log) {
   for (Follower* const one : log.following) one->note();
 }
 
-// The unpack hook; `unpack_now` gives the tensor itself, and no stand-in.
+// The unpack hook; `unpack_now` returns the tensor itself, never a stand-in.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
@@ -321,7 +321,7 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
   const bool reads_rows = !kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !s.original.defined() && !x.rebuilt.defined() && !x.shown.defined();
-  if (reads_rows && flags_now() == s.log->flags) {  // rows are computed under the flags of now
+  if (reads_rows && flags_now() == s.log->flags) {  // rows are computed under the current flags
     const py::object stand_in = python().unbuilt(py::handle(given), py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())), dtype_of(x.made.dtype));
     if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
   }
@@ -333,7 +333,7 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
-// For `Unbuilt`: a reader needs no rebuild, and what the rows are made of.
+// For saving/rows.py: `skip` notes that a reader needs no rebuild, and `rows_of` returns what the rows are computed from.
 inline PyObject* skip(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   auto& s = *reinterpret_cast<SavedObject*>(given);

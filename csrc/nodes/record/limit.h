@@ -1,6 +1,6 @@
-// Under a limit of memory everything is held until what the process has comes near it. Then saved values are dropped while
-// the forward pass goes on, the oldest first, since the backward pass reads them last: first what is cheap to make again, then
-// products, then whatever can be.
+// Under a memory limit everything is kept until the process comes near the limit. Then saved values are dropped while the
+// forward pass goes on. The oldest go first, since the backward pass reads them last: at first those that are cheap to
+// rebuild, then products, then anything that can be rebuilt.
 #pragma once
 
 #include "freed.h"
@@ -18,8 +18,8 @@
 
 namespace leannorm::recording {
 
-// Bytes of this process's pages, as the system counts them; 0 where it does not. Pages of files, such as of libraries, can be
-// read again and are left out of what is resident.
+// Bytes of this process's pages, as the system counts them; 0 if it does not. `resident` leaves out pages of files, such as
+// libraries, because the system can read them again.
 struct Pages {
   int64_t size = 0, resident = 0, data = 0;
 
@@ -56,7 +56,7 @@ struct Pages {
   }
 };
 
-// Bytes of this process, as the C library counts what tensors take; another allocator in its place is not counted.
+// Bytes of this process, as the C library counts them. It does not count tensors if the process uses another allocator.
 struct InUse {
   static constexpr int kLarge = 1 << 20;
   int64_t allocated = 0, free = 0;
@@ -78,10 +78,10 @@ struct InUse {
     }();
     return does;
   }
-  // What the process has, less what was freed. 0: nobody says.
+  // The bytes that the process has and has not freed; 0 if the system does not say.
   static int64_t of_process() { return is_counted() ? now().allocated + of_others() : read_resident(); }
-  // The program itself, and what others than the C library have taken. Memory that was freed may be in memory or have
-  // gone back, so that this is known from below: the most that was seen is nearest.
+  // The program itself, and what was not allocated by the C library. Part of what was freed may not be resident, so each
+  // measurement may be too low, and the highest one is the best.
   static int64_t of_others() {
     static std::atomic<int64_t> most = 0;
     const InUse now = InUse::now();
@@ -91,8 +91,8 @@ struct InUse {
     return std::max(before, seen);
   }
   static int64_t read_resident() { return Pages::read().resident; }
-  // Memory that was freed and that the C library has kept goes back to the system; from now on that of each large tensor
-  // does at once. Pages that lie between what is in use are the process's all the same, and come to as much again.
+  // Returns to the system the freed memory that the C library has kept. From now on each large tensor's memory is returned
+  // as soon as it is freed. Without this, freed pages between those in use can take as much memory again.
   static void trim() {
 #ifdef __GLIBC__
     mallopt(M_MMAP_THRESHOLD, kLarge), malloc_trim(0);
@@ -100,21 +100,21 @@ struct InUse {
   }
 };
 
-// What a pass under a limit leaves to the next ones at its place: how much its backward pass took beyond what the forward pass
-// had left, in units of the largest tensor that was saved.
+// What later passes at the same place learn from a pass under a limit: how much its backward pass took beyond what the forward
+// pass had left, in units of the largest saved tensor.
 struct Learned {
-  static constexpr double kAtFirst = 6, kWithin = 5;  // what is allocated within a node, as gradients and workspaces, is not seen
-  std::atomic<double> beyond = -1;  // not known yet
-  std::atomic<double> saved = 0;    // all that the last pass has saved
-  std::atomic<double> of_first = 0;  // the largest, in units of the first tensor: the batch's size tells it before it comes
-  std::atomic<int64_t> passed = 0;  // bytes that the process had in it at most, if more than the limit
+  static constexpr double kAtFirst = 6, kWithin = 5;  // for what is allocated within a node, such as workspaces, which is not seen
+  std::atomic<double> beyond = -1;  // -1: not known yet
+  std::atomic<double> saved = 0;    // all that the last pass saved
+  std::atomic<double> of_first = 0;  // the largest in units of the first tensor, from which a pass can predict it
+  std::atomic<int64_t> passed = 0;  // the most bytes that the process had during the last pass, if more than the limit
 
   void note(double taken, double all, double largest) {
     follow(beyond, taken), follow(of_first, largest), saved.store(all);
   }
 
  private:
-  static void follow(std::atomic<double>& known, double now) {  // what was more than expected counts at once, what was less by degrees
+  static void follow(std::atomic<double>& known, double now) {  // rises to a larger value at once, falls to a smaller one by degrees
     const double before = known.load();
     known.store(before < now ? now : before * 0.75 + now * 0.25);
   }
@@ -128,22 +128,22 @@ class Limit {
   Limit(int64_t bytes, std::shared_ptr<Learned> learned)
       : limit_(bytes), bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)),
         others_(InUse::of_others()) {
-    static std::atomic<bool> trimmed = false;  // `ulimit` counts all pages, before any of them is written
+    static std::atomic<bool> trimmed = false;  // `ulimit` counts pages that were never written too
     if (Pages::room() < std::numeric_limits<int64_t>::max() && !trimmed.exchange(true)) InUse::trim();
   }
   Limit(const Limit&) = delete;
-  ~Limit() {  // all that was saved is gone
+  ~Limit() {  // all that the pass saved is freed
     const auto largest = static_cast<double>(largest_);
     if (read_ && largest_ > 0)
       learned_->note(static_cast<double>(most_ - end_) / largest, static_cast<double>(all_) / largest, largest / static_cast<double>(first_));
     learned_->passed = had_ > limit_ ? had_ : 0;
   }
-  // What the process has now: what the C library has given out, and the program itself.
+  // The bytes that the process has now: what the C library has allocated, and the program itself.
   int64_t has() {
     const int64_t bytes = InUse::is_counted() ? InUse::now().allocated + others_ : InUse::read_resident();
     return had_ = std::max(had_, bytes), bytes;
   }
-  // What the backward pass is going to take beyond that.
+  // The bytes that the backward pass will probably take in addition.
   int64_t reserve() const {
     const double beyond = learned_->beyond.load(), largest = std::max(static_cast<double>(largest_), static_cast<double>(first_) * learned_->of_first.load());
     const double at_first = Learned::kAtFirst * static_cast<double>(largest_) + static_cast<double>(gradients_) +
@@ -155,7 +155,7 @@ class Limit {
     return has() + coming > bytes_ || coming > Pages::room();
   }
 
-  // A parameter is going to have a gradient, which is not there yet.
+  // Counts the gradient that a parameter is going to have.
   void reads_parameter(const Tensor& t) {
     if (!t.grad().defined() && parameters_.insert(t.unsafeGetTensorImpl()).second) gradients_ += static_cast<int64_t>(t.nbytes());
   }
@@ -168,7 +168,7 @@ class Limit {
     drop(log);
   }
   void drop(Log& log) {
-    if (is_near()) encode_freed(log);  // what leaves hold, such as masks, which nothing makes again
+    if (is_near()) encode_freed(log);  // first what cannot be rebuilt, such as masks
     const Policy before = log.policy;
     while (is_near() && drop_one(log)) {}
     log.policy = before;
@@ -188,21 +188,21 @@ class Limit {
     missed_ = std::max({missed_, had_ > limit_ ? had_ : 0, learned_->passed.load()});
   }
   bool is_below(int64_t bytes) const { return bytes_ < bytes; }
-  int64_t missed() const { return missed_; }  // bytes that it takes at least, if that is more than the limit
+  int64_t missed() const { return missed_; }  // the bytes that the pass takes at least, if more than the limit
 
  private:
-  static constexpr int kLevels = 3;       // what is cheap to make again, products, anything
-  static constexpr int64_t kLooks = 256;  // for each limit of bytes saved
+  static constexpr int kLevels = 3;       // cheap rebuilds, products, anything
+  static constexpr int64_t kLooks = 256;  // memory is measured after every 1/256 of the limit that is saved or read
   const int64_t limit_, bytes_;
   const std::shared_ptr<Learned> learned_;
   const int64_t others_;
   int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
-  bool read_ = false;  // has a backward pass?
+  bool read_ = false;  // memory was measured during a backward pass
   std::unordered_set<const void*> parameters_;
   int level_ = 0;
-  size_t next_ = 0;  // of what the log lists
+  size_t next_ = 0;  // the next of the log's listed values
 
-  // What was freed lies between what is in use, and is still the process's.
+  // Freed pages between those in use still belong to the process.
   void trim() const {
     if (others_ < bytes_ && InUse::read_resident() > bytes_) InUse::trim();
   }
@@ -218,7 +218,7 @@ class Limit {
       while (next_ < log.listed.size()) {
         const int v = log.listed[next_];
         Value& x = log.values[v];
-        if (!log.open.empty() && x.call == log.open.back()) return false;  // it is not made yet
+        if (!log.open.empty() && x.call == log.open.back()) return false;  // its call has not ended
         ++next_;
         if (x.state != Value::kHeld || x.saves == 0) continue;
         if (x.above + below(log, v) > row()) continue;
@@ -229,12 +229,12 @@ class Limit {
     level_ = kLevels - 1, next_ = log.listed.size();
     return false;
   }
-  // What is made again one from another is there at once. As with checkpoints, rows of about the root of all take the least.
+  // The bytes that a chain of rebuilds may have in memory at once. As with checkpoints, about the square root of all is best.
   int64_t row() const {
     const auto largest = static_cast<double>(largest_);
     return static_cast<int64_t>(largest * std::max(3.0, std::sqrt(std::max(static_cast<double>(all_) / largest, learned_->saved.load()))));
   }
-  // Bytes of the values, made again, that this one is made of, with its own; those it would be made of count as they are.
+  // Bytes of this value and of those from which it would be rebuilt that are not kept.
   int64_t below(Log& log, int v) {
     std::vector<int> left{v};
     int64_t bytes = 0;

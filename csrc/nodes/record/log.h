@@ -1,6 +1,6 @@
-// One forward pass as a log: every operator call above autograd, and every version of every memory that they read and
-// made. A value is one version of one memory; a view of it is the same value, seen by other sizes and strides. A write,
-// also one through .data, under no_grad or into a view, is a call that makes the next version.
+// The log of one forward pass: every operator call above autograd, and every version of every memory that the calls read
+// or made. A value is one version of one memory, and a view is the same value with other sizes and strides. A write makes
+// the next version, also if it goes through .data, runs under no_grad, or writes into a view.
 #pragma once
 
 #include "device.h"
@@ -29,73 +29,74 @@ using c10::IValue;
 struct Code;  // encode.h
 struct Other;  // others.h
 
-// Why a value is held; saving/recorded.py has a sentence for each.
+// Why a value is kept. saving/recorded.py has a sentence for each reason.
 enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
-// Where it is not at hand: why that is so, and the operator to which that applies.
+// Why a value is kept, and the operator that this is about, if it is not the value's own.
 struct Cause {
   Why why = Why::kNone;
   const std::string* of = nullptr;
 };
 
 struct Elsewhere {
-  py::object bring;  // bring() returns what the user's hooks have held
-  c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of what they got
-  bool is_other = true;  // is what they return other memory?
+  py::object bring;  // bring() returns the tensor that the user's hooks keep
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of the tensor that the hooks were given
+  bool is_other = true;  // the hooks return a tensor with other memory
 };
-// What a pass asks of Python: its flags; `layer`, the one that runs, where what is rebuilt is compared; `hold`, hooks for
-// what is held; `owns`, is a tensor a weight that is freed and gathered again, as `gathered` says (each may be None); `other`,
-// the sizes, place and bytes of a tensor that the log cannot read. `met`, while it is open: what `Met` lists.
+// What a pass gets from Python. `flags`: the global flags. `layer`: returns the layer that runs, if rebuilt tensors are
+// compared. `hold`: calls the user's hook. `owns`: see `gathered`. (These three may be None.) `other`: returns the sizes,
+// place and bytes of a tensor that the log cannot read. `met`: bits of `Met` that were seen while the pass was open.
 struct Asked {
   py::object flags, layer, hold, owns, other;
   int met = 0;
 };
-enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8, kFailed = 16 };  // compiled code, hooks of
-// others, memory that a limit does not count, convolutions that cuDNN times, an error of the log's own
+// Compiled code, hooks of other code, memory that a limit does not count, convolutions that cuDNN chooses by timing them,
+// an error of the log's own.
+enum Met : int { kCompiled = 1, kOthersHooks = 2, kBeyondLimit = 4, kTimedCalls = 8, kFailed = 16 };
 
 struct Value {
-  enum State : uint8_t { kFree, kHeld, kDropped };  // nobody needs it, or: it is held; it is made again
+  enum State : uint8_t { kFree, kHeld, kDropped };  // not needed; kept; rebuilt when it is read
   int memory = -1;
-  int call = -1, out = 0;  // that made it; -1: it was there before the pass, or nobody saw who made it
-  Geometry made;           // by its call, or as it was first read
+  int call = -1, out = 0;  // the call that made it, as which result; -1: it existed before the pass, or no call was seen
+  Geometry made;           // as its call made it, or as it was first read
   int64_t storage_bytes = 0;
   c10::VariableVersion counter;
   uint32_t version = 0;
-  Tensor held;     // an alias of the memory, or a copy of it; without memory, where it is `elsewhere`
-  std::shared_ptr<const Code> code;  // by which `held` is read, where it is a copy in fewer bytes
+  Tensor held;     // an alias or a copy of the memory; empty if the value is `elsewhere`
+  std::shared_ptr<const Code> code;  // how `held` is decoded, if it has fewer bytes
   std::shared_ptr<Elsewhere> elsewhere;
-  Tensor shown;    // the memory itself, where it was edited unseen by autograd after it was saved
+  Tensor shown;    // the memory itself, which nodes read if `held` is a copy, or if autograd did not see an edit
   Tensor rebuilt;
-  std::optional<c10::Stream> on, rebuilt_on;  // the streams on which it was made, and made again
+  std::optional<c10::Stream> on, rebuilt_on;  // the streams on which it was made and rebuilt
   Sample sample;
   State state = kFree;
   Why why = Why::kNone;
   Cause cause;
-  bool copied = false;   // is `held` a copy?
-  bool marked = false;   // its counter moved once more behind the call that wrote it
-  bool lost = false;     // it was overwritten past the dispatcher
-  bool listed = false;   // among what the pass has saved, as its
+  bool copied = false;   // `held` is a copy
+  bool marked = false;   // mark_dirty has raised its counter once more after the call that wrote it
+  bool lost = false;     // it was overwritten without the dispatcher
+  bool listed = false;   // a pass lists it as saved, at `number`
   int number = 0;
-  bool narrow = false;     // a plan keeps it: what it is made of may take its place, in a narrower dtype
-  bool in_rows = false;    // may its gradient read it some rows at a time?
-  bool pinned = false;     // a node has saved it, as a parameter, so that an edit of it is an error in plain PyTorch, too
-  bool parameter = false;  // memory of a parameter, which is there without autograd, too
-  bool weight = false;     // of a leaf that wants a gradient
-  bool exposed = false;    // can others write what is held, behind the pass?
-  // Of a value that nobody has saved, and that is held to make one that is dropped:
-  enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // also: a cast in the dtype before it; a copied part of a concatenation
-  int instead = -1;        // that one
-  int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and values made of it; those to come in this backward pass
-  int runs = 0, sums = 0, products = 0;  // of a dropped value: calls, and the most sums and products in a row
-  int64_t above = 0;     // under a limit: bytes of the values, made again, that are made of it one after another
+  bool narrow = false;     // a plan keeps it, and would rather keep its source in a narrower dtype
+  bool in_rows = false;    // its gradient can read it some rows at a time
+  bool pinned = false;     // a node has saved it as a leaf, so that an edit is an error in plain PyTorch too
+  bool parameter = false;  // memory of a parameter, which exists without autograd too
+  bool weight = false;     // memory of a leaf that requires a gradient
+  bool exposed = false;    // other code can write the kept memory after the pass
+  // Of a value that no node has saved, and that is kept to rebuild a dropped one:
+  enum As : uint8_t { kWhole, kNarrow, kPart } as = kWhole;  // as it is, as its cast's source, or as a part of a concatenation
+  int instead = -1;        // the dropped one
+  int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and dropped values made of it; how many have yet to read it
+  int runs = 0, sums = 0, products = 0;  // of a rebuild: calls, and the most sums and products in a row
+  int64_t above = 0;     // under a limit: bytes of the longest chain of dropped values that is rebuilt from it
   uint64_t seen = 0;     // the last walk that came here, and what it found
   bool can = false;
 };
 
-// A tensor among a call's arguments. `place`: in a list of optional tensors.
+// A tensor in argument `at` of a call, which is item `place` if that is a list of optional tensors.
 struct Read {
   int at, place, value;
-  int geometry;  // of the log; -1: as the value was made
-  bool saved = false;  // by the call's node
+  int geometry;  // its number in the log; -1: as the value was made
+  bool saved = false;  // the call's own node has saved it
 };
 
 struct Call {
@@ -104,29 +105,29 @@ struct Call {
   c10::SmallVector<Read, 4> reads;
   c10::SmallVector<int, 3> outs;      // values
   c10::SmallVector<int, 2> writing;   // memories
-  c10::SmallVector<int, 1> waiting;   // values that were saved before it had ended
-  int before = -1;                    // the version that its result is written over
-  bool sends = false;                 // to other ranks, within
-  bool in_checkpoint = false;         // do a checkpoint's hooks save what it reads and makes?
-  c10::SmallVector<int64_t, 3> whole; // the last sizes of what it reads, where that is a subclass
-  int outer = -1;                     // the call on a subclass that it is a part of
-  bool of_subclass = false;           // it reads a subclass of tensors, whose calls below autograd are calls of the log
-  bool of_mode = false;               // or a mode of the program's is on, whose calls are
-  uint64_t kind = 0;                  // of its trials, once it was asked for
-  uint8_t flags = 0;                  // under which it ran: those of the log, or which of its `others_flags`
-  bool grad_mode = false, usable = true, by_result = false;  // made again by `Rule::instead`
+  c10::SmallVector<int, 1> waiting;   // values that were saved before the call ended
+  int before = -1;                    // the value that its result overwrites
+  bool sends = false;                 // it, or a call within it, sends to other ranks
+  bool in_checkpoint = false;         // a checkpoint's hooks save what it reads and makes
+  c10::SmallVector<int64_t, 3> whole; // the last size of each tensor that a matrix product reads
+  int outer = -1;                     // the call on a tensor subclass that it is a part of
+  bool of_subclass = false;           // it reads a tensor subclass, whose calls below autograd are logged
+  bool of_mode = false;               // the program has set a dispatch mode, whose calls are logged
+  uint64_t kind = 0;                  // by which `Trust` counts it; 0: not computed yet
+  uint8_t flags = 0;                  // the flags under which it ran; 0: the log's, else a number in `others_flags`, from 1
+  bool grad_mode = false, usable = true, by_result = false;  // by_result: rebuilt from its other results
 };
 
 struct Memory {
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // as long as this is there, its address does not come again
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // while this exists, no other memory gets its address
   int current = -1;  // value
-  int writer = -1;   // the open call that writes it, until it has
-  bool sent = false;  // do messages come here, such as flat weights? Its counter moves as they come: nothing is made of it again
+  int writer = -1;   // the open call that is going to write it
+  bool sent = false;  // messages arrive here, such as flat weights. They move its counter, so nothing is rebuilt from it
   c10::VariableVersion counter;
   uint32_t version = 0;
 };
 
-// The global flags that bits of kernels depend on, in one number (saving/flags.py has and sets them).
+// The global flags on which the bits of kernels depend, in one number. saving/flags.py reads and sets them.
 inline uint64_t flags_now() {
   const auto& context = at::globalContext();
   uint64_t bits = at::get_num_threads();
@@ -156,22 +157,22 @@ class Limit;
 
 struct Policy {
   bool products = false, everything = false;
-  int sums = 2, runs = 32, row = 2;  // in a row: sums; calls behind one value; products
-  int64_t smallest = 1, much_larger = 32;  // elements; a smaller tensor is held
-  bool by_plan = false;  // what is in a row was planned: `runs` bounds the longest chain of calls alone
+  int sums = 2, runs = 32, row = 2;  // at most: sums in a row; calls for one value; products in a row
+  int64_t smallest = 1, much_larger = 32;  // elements; a smaller tensor is kept, and so is one that is so many times smaller than the largest
+  bool by_plan = false;  // a plan decides, and `runs` only bounds the longest chain of calls
 };
 
-// A value that is held and might be in fewer bytes, once nobody else has its memory: it is looked at now and then.
+// A kept value that may be encoded in fewer bytes once nothing else owns its memory, which is checked now and then.
 struct Waiting {
   int value;
-  int64_t due, gap;  // in tensors that are packed
+  int64_t due, gap;  // counted in packed tensors
   bool operator>(const Waiting& other) const { return due > other.due; }
 };
 
 struct Follower;
 struct Times;
 
-// Global flags that were set within a pass, and Python's object that sets them.
+// Global flags that were set within a pass, and the Python object that sets them.
 struct SetFlags {
   static constexpr size_t kMost = 255;
   uint64_t bits;
@@ -187,43 +188,43 @@ struct Log {
   ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
   std::vector<int> open;    // calls that have begun and not ended
   std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
-  std::unordered_map<int, std::vector<Tensor*>> leaves;  // of a value: what saved objects hold of it
+  std::unordered_map<int, std::vector<Tensor*>> leaves;  // by value: the tensors by which saved objects keep it
   int64_t packs = 0;  // tensors that were packed
   std::vector<std::weak_ptr<const Other>> others;
   Policy policy;
-  std::shared_ptr<Asked> first;  // pass, whose flags are the log's
-  std::vector<std::shared_ptr<Asked>> asked;  // by each pass that is open, the innermost last
-  std::vector<int> to_move;  // values that may be held elsewhere
-  std::vector<int> to_copy;  // of a device, small, and there before the pass
-  bool gathers = false;      // do weights come and go?
-  bool subclasses = false;   // may there be any, such as DTensors?
+  std::shared_ptr<Asked> first;  // of the first pass, whose flags are the log's
+  std::vector<std::shared_ptr<Asked>> asked;  // of each open pass, the innermost last
+  std::vector<int> to_move;  // values for the user's hooks
+  std::vector<int> to_copy;  // small values on a device that existed before the pass
+  bool gathers = false;      // weights may be freed and gathered again
+  bool subclasses = false;   // there may be tensor subclasses, such as DTensors
   uint64_t flags = flags_now(), stamp = 0;
   std::vector<SetFlags> others_flags;
-  int64_t alive = 0;        // saved tensors
-  // By pass: its saved tensors; of them those that were there when a backward pass last began before it had closed.
+  int64_t alive = 0;        // tensors that nodes have saved
+  // By pass: its saved tensors, and how many of them existed when a backward pass last began before the pass closed.
   struct Alive {
     int64_t now = 0, then = 0;
     int backward_passes = 0;
   };
   std::vector<Alive> alive_of;
   int task = -1;            // the last of these backward passes, by the engine's number
-  int64_t noted_packs = 0;  // all that was saved before it
-  int64_t largest = 0;      // of what was saved
-  std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
+  int64_t noted_packs = 0;  // `packs` when it began
+  int64_t largest = 0;      // elements of the largest tensor that was saved
+  std::shared_ptr<Limit> limit;  // of memory; nothing is dropped until it is near
   bool closed = false;
-  int passes = 0;           // that are open and write into it
+  int passes = 0;           // open passes, which write into this log
   std::shared_ptr<Exposed> exposed;
-  std::vector<Follower*> following;  // one for each pass that is open
-  std::shared_ptr<Times> times;      // if a plan is to be made of the pass
+  std::vector<Follower*> following;  // one for each open pass
+  std::shared_ptr<Times> times;      // if a plan may be made from the pass
   bool is_timed = false;             // does a pass that is open have a goal?
   std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
   double in_hooks = 0;               // seconds of those so far
   at::CallbackHandle callback = 0;
-  std::atomic<const void*> owner = nullptr;  // the thread that reads or writes it, by an address of its own
+  std::atomic<const void*> owner = nullptr;  // the thread that has the lock, by the address of one of its variables
   int depth = 0;
 
-  // Two threads may come here: operators run without Python's lock, hooks and destructors with it. One thread may come
-  // twice: what is freed in here may free what was saved.
+  // Two threads may use the log at once, as operators run without Python's lock, and hooks and destructors with it. One
+  // thread may lock it twice, as freeing a tensor may free others that were saved.
   struct Lock {
     explicit Lock(Log& log) : log_(log) {
       const void* const me = &busy;
@@ -280,8 +281,8 @@ struct Log {
     const uint32_t now = x.counter.current_version();
     if (now == x.version || memory.writer >= 0) return memory.current;
     if (is_in_mode(number, x)) return x.version = now, memory.current;
-    // The counter has moved, and no operator has written. A function that says that it worked in place (mark_dirty)
-    // moves it once more behind its own operators; else somebody has written past the dispatcher.
+    // The counter has moved, but no operator has written. An autograd function that declares a write (mark_dirty) moves
+    // it once more after its own operators. Otherwise some code has written without the dispatcher.
     if (is_marked(x)) {
       x.marked = true, x.version = now;
       return memory.current;
@@ -290,7 +291,7 @@ struct Log {
     const int fresh = new_value(number, t, -1);
     return memories[number].current = fresh;
   }
-  // Has a mode's call written it within one that is open? Autograd counts the write when the mode has returned.
+  // Whether a mode's call has written the memory within an open call. Autograd counts the write when the mode returns.
   bool is_in_mode(int memory, const Value& x) const {
     if (x.call < 0 || x.counter.current_version() != x.version + 1) return false;
     return std::any_of(open.begin(), open.end(), [&](int one) {
@@ -307,15 +308,15 @@ struct Log {
     const int known = value_of(t);
     return known < 0 ? new_memory(t, -1) : known;
   }
-  // The open call has written the memory.
+  // The open call has written the memory: its next version is a new value.
   void written(int number) {
     Memory& memory = memories[number];
     const int writer = std::exchange(memory.writer, -1), before = memory.current;
-    if (calls[writer].rule->reshapes) {  // the contents are as they were
+    if (calls[writer].rule->reshapes) {  // the contents are the same
       if (values[before].version == memory.version) values[before].version = memory.counter.current_version();
       return;
     }
-    const bool is_result = calls[writer].rule->edits;  // else it is written beside the result
+    const bool is_result = calls[writer].rule->edits;  // otherwise the call writes it in addition to its results
     Value made;
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes, made.on = stream_of(made.made);
@@ -323,13 +324,13 @@ struct Log {
     values.push_back(std::move(made));
     memory.current = static_cast<int>(values.size()) - 1;
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;
-    // Where autograd has not seen it, whoever has saved the memory reads what is there now.
+    // If autograd has not seen the write, nodes that have saved the memory read its new contents.
     Value& old = values[before];
     if (old.saves == 0 || old.elsewhere || old.counter.current_version() != old.version) return;
     if (auto storage = memory.storage.lock(); storage && static_cast<int64_t>(storage->nbytes()) >= old.made.extent()) old.shown = over(c10::Storage(std::move(storage)), old.made);
   }
   uint64_t flags_of(const Call& call) const { return call.flags == 0 ? flags : others_flags[call.flags - 1].bits; }
-  // The flags now, as a call has them; none if there are too many.
+  // The current flags as `Call::flags` has them; none if the pass has had too many.
   std::optional<uint8_t> number_of_flags() {
     const uint64_t now = flags_now();
     if (now == flags) return 0;
@@ -352,12 +353,12 @@ struct Log {
   }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
-  // Is what is held there? Weights that are gathered come and go.
+  // Whether the kept memory is allocated. That of gathered weights is freed between uses.
   bool is_filled(const Value& x) const {
     return x.elsewhere || x.code || static_cast<int64_t>(x.held.storage().nbytes()) >= x.made.extent();
   }
-  // A pass in which all that was saved is gone, such as one around a whole training, begins anew.
-  void begin_anew() {
+  // Empties the log when no saved tensor is left, since a pass may last for a whole training run.
+  void start_over() {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
@@ -369,8 +370,8 @@ inline thread_local std::shared_ptr<Log> current;
 
 inline double clock_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// Whose weight is it: nobody's (0), one that is gathered and gets what it held before (1), of a module that does not run
-// now (2), which may have freed it when the backward pass comes.
+// 1 for a weight of a module that runs now, which gathers it again before the backward pass comes here; 2 for a weight of a
+// module that does not run now, and may have freed it by then; 0 for any other tensor.
 inline int gathered(const Log& log, const Tensor& t) {
   const auto& first = log.first;
   if (!first || !first->owns) return 0;

@@ -1,4 +1,4 @@
-// What the log cannot make again, and says why: tensors that have no memory of one piece, and what ran in a checkpoint.
+// What the log cannot rebuild, so that the pass can say why: tensors that it cannot read, and what ran in a checkpoint.
 #pragma once
 
 #include "log.h"
@@ -14,14 +14,14 @@
 
 namespace leannorm::recording {
 
-// A tensor that the log keeps and cannot read, such as a sparse one; there as long as a node has it.
+// A tensor that the log keeps but cannot read, such as a sparse one. It exists as long as a node has it.
 struct Other {
   std::vector<int64_t> sizes;
   at::ScalarType dtype;
-  int64_t place, nbytes;  // where its values are, or 0
+  int64_t place, nbytes;  // place: an address of its values, or 0
 };
 
-inline PyObject* own_unpack = nullptr;  // the log's hook
+inline PyObject* own_unpack = nullptr;  // the log's unpack hook
 
 inline bool is_of_module(py::handle object, const char* name) {
   const py::object module = py::getattr(object, "__module__", py::none());
@@ -29,21 +29,21 @@ inline bool is_of_module(py::handle object, const char* name) {
 }
 inline bool is_of_checkpoint(py::handle object) { return is_of_module(object, "torch.utils.checkpoint"); }
 
-// The hook that unpacks what is saved now, if that is not the log's.
+// The hook that will unpack what is saved now, if it is not the log's.
 inline PyObject* unpack_of_others() {
   const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
   if (hooks.empty()) return nullptr;
   PyObject* const top = hooks.top().second.ptr(getPyInterpreter());
   return top == own_unpack ? nullptr : top;
 }
-// Do a checkpoint's hooks save what is called now?
+// Whether a checkpoint's hooks save what the current call saves.
 inline bool runs_in_checkpoint() {
   PyObject* const unpack = unpack_of_others();
   if (unpack == nullptr) return false;
   const py::gil_scoped_acquire gil;
   return is_of_checkpoint(unpack);
 }
-// Are they neither lean()'s nor a checkpoint's, which saves memory, too?
+// Whether the current hooks are neither lean()'s nor a checkpoint's, which saves memory too.
 inline bool are_hooks_of_others() {
   PyObject* const unpack = unpack_of_others();
   if (unpack == nullptr) return false;
@@ -51,7 +51,7 @@ inline bool are_hooks_of_others() {
   return !is_of_checkpoint(unpack) && !is_of_module(unpack, "leannorm.saving.unpacking");
 }
 
-// Is it the output of a checkpoint that is a function of autograd's (use_reentrant=True)?
+// Whether the tensor is the output of a checkpoint that is an autograd function (use_reentrant=True).
 inline bool is_made_by_checkpoint(const Tensor& t) {
   const auto& node = t.grad_fn();
   if (!node || std::strstr(typeid(*node).name(), "PyNode") == nullptr) return false;

@@ -1,4 +1,4 @@
-// A pass of the log is opened and closed, and what it has saved is read; what Python calls of all this.
+// Opens and closes a pass of the log, reports what it saved, and declares what Python calls.
 #pragma once
 
 #include "hooks.h"
@@ -8,21 +8,21 @@
 
 namespace leannorm::recording {
 
-// What a pass holds when it closes, to be read also when a backward pass has freed it.
+// What a pass keeps when it closes, for reports after a backward pass has freed it too.
 struct Saved {
   struct Tensor {
-    const Rule* by;  // none: nobody saw who made it
-    const char* code;  // as what it is held, where it is in fewer bytes
+    const Rule* by;  // the operator that made it; null: no call was seen
+    const char* code;  // the name of its code, if it has fewer bytes
     c10::SmallVector<int64_t, 5> sizes;
     at::ScalarType dtype;
     int64_t nbytes;
     bool dropped, by_node;
     Cause why;
   };
-  std::vector<Tensor> tensors;  // those that nodes have saved, then those that others are made of
+  std::vector<Tensor> tensors;  // those that nodes have saved, then those from which others are rebuilt
   int64_t held = 0, dropped = 0;
 
-  // `instead`: bytes of what is held in its place.
+  // `instead`: bytes of what is kept instead of the value.
   void add(const Log& log, const Value& x, int64_t instead) {
     if (x.code) {
       instead = static_cast<int64_t>(x.held.nbytes());
@@ -33,10 +33,10 @@ struct Saved {
     }
     const bool again = x.code || x.state == Value::kDropped;
     const int64_t nbytes = x.storage_bytes - std::min(instead, x.storage_bytes);
-    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, said(x)});
+    tensors.push_back({x.call < 0 ? nullptr : log.calls[x.call].rule, nullptr, x.made.sizes, x.made.dtype, nbytes, again, !x.code && x.saves > 0, reason_of(x)});
     (again ? dropped : held) += nbytes;
   }
-  // `counts`: its memory, which another one may have shown before.
+  // `counts`: whether its bytes count, which they do not if an earlier tensor has the same memory.
   void add(const Other& other, bool counts) {
     tensors.push_back({nullptr, nullptr, {other.sizes.begin(), other.sizes.end()}, other.dtype, counts ? other.nbytes : 0, false, false, Why::kNone});
     held += tensors.back().nbytes;
@@ -51,19 +51,19 @@ struct Saved {
   }
 };
 
-// A pass that is open, or was. Passes of one thread that are open at once, such as one around another's, share one log:
-// each write is seen by all.
+// A pass, open or closed. Passes of one thread that are open at once, such as one within another, share one log, so that all
+// of them see each write.
 struct Pass {
   static inline thread_local size_t last_values = 0, last_calls = 0;
 
   std::shared_ptr<Log> log = current;
-  size_t first = 0;  // of what the log lists: the first that this pass saved
+  size_t first = 0;  // the first of the log's listed values that this pass saved
   size_t first_call = 0, first_other = 0;
   int64_t first_pack = 0;
   Follower follower;
   bool open = true;
   std::shared_ptr<Asked> asked;
-  // What there was when a backward pass began before this one had closed.
+  // What the pass had saved when a backward pass began before it closed.
   struct Then {
     Saved saved;
     size_t seen;
@@ -123,7 +123,7 @@ struct Pass {
     Log::Alive& alive = log->alive_of[follower.number];
     follower.noted = alive.then = alive.now, ++alive.backward_passes;
   }
-  // All that it saved is gone, and the program goes on: Python ends the step, and another one begins.
+  // All that the pass saved has been freed, and the program saves more: Python ends this step, and another one begins.
   void renew() {
     const py::object way = py::getattr(follower.ask, "__self__");
     way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, seconds(), device());
@@ -133,7 +133,7 @@ struct Pass {
     follower.first = first, follower.noted = 0, follower.place = -1, follower.plan.reset(), log->policy = follower.policy;
     log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
   }
-  // What no node made, and autograd alone has, such as the workspace of a recurrent layer.
+  // Gives a reason to values without a gradient that only autograd has, such as the workspace of a recurrent layer.
   void note_those_alone() {
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i) {
       Value& x = log->values[log->listed[i]];
@@ -149,7 +149,7 @@ struct Pass {
     const Log::Lock lock(*log);
     return is_over() ? then->timeline : timeline_of(*log, follower, first_call, bytes_of_others());
   }
-  // Of each call from the first one on, by name; 0: not known.
+  // By call of the pass, its name and the seconds that it took; 0 where that is not known.
   std::vector<std::pair<std::string, float>> seconds() const {
     const Log::Lock lock(*log);
     std::vector<std::pair<std::string, float>> made;
@@ -157,17 +157,17 @@ struct Pass {
       made.emplace_back(log->calls[i].rule ? log->calls[i].rule->name : "", i < log->seconds.size() ? log->seconds[i] : 0);
     return made;
   }
-  std::string device() const {  // of the largest tensor that it has saved
+  std::string device() const {  // of the largest tensor that the pass has saved
     const Value* most = nullptr;
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
       if (const Value& x = log->values[log->listed[i]]; most == nullptr || x.storage_bytes > most->storage_bytes) most = &x;
     return most == nullptr ? "cpu" : most->made.device.str();
   }
-  // What it has saved, and what of that is still there, or was when the backward pass began that has freed it.
+  // What the pass has saved and nodes still need, or needed when the backward pass began that has freed it.
   Saved saved() const {
     const Log::Lock lock(*log);
     if (is_over()) return then->saved;
-    std::unordered_map<int, int64_t> instead;  // bytes of what is held for a value that is dropped: these two are its own
+    std::unordered_map<int, int64_t> instead;  // by dropped value: bytes of what is kept instead, which count as its own
     const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (x.call >= 0 || x.copied); };
     for (const Value& x : log->values)
       if (is_held_for_others(x) && x.instead >= 0) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
@@ -223,7 +223,7 @@ inline void add_record(py::module_ module) {
       .def("met", [](const Pass& p) { return p.asked->met; })
       .def("seen", &Pass::seen)
       .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
-        if (p.log->limit && p.log->limit->is_below(bytes)) return;  // that of a pass around it
+        if (p.log->limit && p.log->limit->is_below(bytes)) return;  // an outer pass has a lower one
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
       .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })

@@ -1,4 +1,4 @@
-// A pass that follows a plan, and the timeline of one that a plan is made of.
+// How a pass follows a plan, and the timeline of a pass from which a plan is made.
 #pragma once
 
 #include "walk.h"
@@ -18,13 +18,13 @@ inline Policy by_plan(Policy policy) {
   return policy;
 }
 
-// A name, for as long as the process runs; none if it is empty.
+// The name, stored for as long as the process runs; null if it is empty.
 inline const std::string* lasting(const std::string& name) {
   static auto* const names = new std::unordered_set<std::string>();
   return name.empty() ? nullptr : &*names->insert(name).first;
 }
 
-// What a plan says of the tensors that a pass saves, in order: the sign of each, is it dropped, and why it is kept.
+// A plan's decisions on the tensors that a pass saves, in order: a hash of each, whether it is dropped, why it is kept.
 struct Places {
   struct Place {
     uint64_t sign;
@@ -42,36 +42,36 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
   return h;
 }
 
-// One pass's way along a plan. Where it is not as planned, or there is no plan, Python says what to do:
-// ask(place, (kind, sizes, strides, dtype, number)) -> (is it dropped, the plan from here on, why it is kept, because of
-// which operator).
+// How far one pass has followed its plan. If the pass differs from the plan, or there is none, Python decides:
+// ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, the plan from here on, why it is kept, the
+// operator that is the reason).
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
   py::object ask;  // None: nothing is planned
   int place = -1;   // the last one
-  size_t first = 0;  // of what the log lists
-  std::shared_ptr<Times> times;  // where a plan may be made of the pass
+  size_t first = 0;  // the first of the log's listed values that the pass saved
+  std::shared_ptr<Times> times;  // if a plan may be made from the pass
   Cause cause;
-  bool narrows = false;  // may what a plan keeps be held by its source? That takes time, which an overhead has no price for
-  std::function<void()> note, renew;  // of the pass: a backward pass begins, and frees what was saved so far; a step follows it
+  bool narrows = false;  // the plan may keep a source instead, which takes time that a plan for an overhead does not count
+  std::function<void()> note, renew;  // of the pass: called when a backward pass begins, and when another step follows it
   size_t number = 0;  // of the pass, among those of the log
-  int64_t noted = 0;  // its saved tensors then
+  int64_t noted = 0;  // how many saved tensors the pass had when the backward pass began
 
-  // Has a backward pass freed what it noted? What is saved from then on is another step's.
+  // Whether a backward pass has freed most of what it noted, so that what is saved from then on belongs to another step.
   bool is_over(const Log& log) const { return noted > 0 && log.alive_of[number].then * 8 < noted; }
 
-  // The log notes times as long as an open pass wants them.
+  // The pass needs no times any longer. The log notes them while another open pass needs them.
   void forget_times(Log& log) {
     times.reset(), log.times.reset();
     for (const Follower* const one : log.following)
       if (one->times) log.times = one->times;
   }
-  // Is there a choice? As in `decide`.
+  // Whether `decide` has a choice, so that the plan has a place for the tensor.
   bool has_place(const Log& log, const Value& x, const Tensor& t) const {
     return !ask.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
   }
-  // May this value be dropped? `t`: as it is saved now.
+  // Whether this value may be dropped. `t`: the tensor that is saved now.
   bool drops(Log& log, const Value& x, const Tensor& t) {
     static const std::string unknown;
     if (is_over(log)) renew();
@@ -84,43 +84,43 @@ struct Follower {
     }
     const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
-    const py::tuple said = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
-    plan = said[1].is_none() ? nullptr : said[1].cast<std::shared_ptr<Places>>();
-    cause = {static_cast<Why>(said[2].cast<int>()), lasting(said[3].cast<std::string>())};
+    const py::tuple answer = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
+    plan = answer[1].is_none() ? nullptr : answer[1].cast<std::shared_ptr<Places>>();
+    cause = {static_cast<Why>(answer[2].cast<int>()), lasting(answer[3].cast<std::string>())};
     log.policy = plan ? by_plan(policy) : policy;
     if (at == 0 && plan) forget_times(log);
-    return said[0].cast<bool>();
+    return answer[0].cast<bool>();
   }
 };
 
-// A value that is saved, and that the plan keeps: it is what others are made of from now on.
+// Keeps a saved value as the plan says. From now on others are rebuilt from it.
 inline void keep(Log& log, int v, const Tensor& t, const Cause& cause) {
   Value& x = log.values[v];
   x.why = cause.why, x.cause = cause;
   if (x.state != Value::kDropped) return;
   x.held = alias_of(t), x.state = Value::kHeld;
   x.sample = Sample::of(x.held);
-  for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
+  for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
 }
 
 // ---------------------------------------------------------------- the timeline
 
-// What only a pass of which a plan is made notes beside the log.
+// What a pass from which a plan is made notes in addition to the log.
 struct Times {
-  enum : uint8_t { kWants = 1, kHasGradient = 2 };  // of a value: a gradient comes; it is added to one that is there
+  enum : uint8_t { kWants = 1, kHasGradient = 2 };  // of a value: it gets a gradient, which is added to an existing one
   struct Save {
     const Follower* by;
     int place, value, call;
   };
   std::vector<Save> saves;
   std::vector<uint8_t> of_value;
-  std::vector<uint64_t> wants;  // by call: a bit for each tensor that it reads and that wants a gradient
-  std::vector<int> died;        // by memory: the first call that began when it was gone
+  std::vector<uint64_t> wants;  // by call: a bit for each tensor that it reads and that requires a gradient
+  std::vector<int> died;        // by memory: the first call that began after it was freed
   std::vector<int> living;
   size_t known = 0;  // memories
 
   void clear() { *this = Times(); }
-  void saw(int v, const Tensor& t) {
+  void note_gradient(int v, const Tensor& t) {
     if (!t.requires_grad()) return;
     if (of_value.size() <= static_cast<size_t>(v)) of_value.resize(v + 1);
     of_value[v] |= kWants;
@@ -128,17 +128,17 @@ struct Times {
     if (base.is_leaf() && base.grad().defined()) of_value[v] |= kHasGradient;
   }
   void read(int call, size_t at, int v, const Tensor& t) {
-    saw(v, t);
+    note_gradient(v, t);
     if (wants.size() <= static_cast<size_t>(call)) wants.resize(call + 1);
     if (t.requires_grad() && at < 64) wants[call] |= uint64_t(1) << at;
   }
   void saved(const Log& log, bool placed, int v, const Tensor& t) {
-    saw(v, t);
+    note_gradient(v, t);
     const Follower* const by = log.following.back();
     saves.push_back({by, placed ? by->place : -1, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
   }
-  // Whose memory is gone when this call begins?
-  void look(const Log& log, int call) {
+  // Notes which memory was freed before this call begins.
+  void note_freed(const Log& log, int call) {
     for (; known < log.memories.size(); ++known) living.push_back(static_cast<int>(known)), died.push_back(-1);
     std::erase_if(living, [&](int memory) {
       const bool gone = log.memories[memory].storage.expired();
@@ -148,8 +148,8 @@ struct Times {
   }
 };
 
-// Which values are made again, or could be: a plan may also drop what was held only since too much in a row leads to it,
-// as it holds others. `taken`: what that would hold though nobody saves it.
+// Which values are rebuilt, or could be: a plan may also drop a value that was kept only because its chain of calls is too
+// long, if it keeps others instead. `taken`: values that this would keep although no node saves them.
 inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
   std::vector<bool> makes(log.values.size());
   for (size_t i = 0; i < makes.size(); ++i) {
@@ -160,7 +160,7 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
     if (x.saves > 0 && x.why != Why::kTooDeep && x.why != Why::kNotAtHand && x.why != Why::kCheckpointed) continue;
     const Tensor was = std::exchange(x.held, {});
     Walk walk(log, v, 0, x.saves > 0 ? x.number : std::numeric_limits<int>::max());
-    const bool can = walk.able(v);
+    const bool can = walk.is_available(v);
     x.held = was;
     for (const int one : walk.taken) taken[one] = taken[one] || can;
     std::vector<int> left{v};
@@ -175,13 +175,13 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
   return makes;
 }
 
-// What is said of a value that is held.
-inline Cause said(const Value& x) {
+// The reason that is reported for a kept value.
+inline Cause reason_of(const Value& x) {
   if (x.why == Why::kNotAtHand && x.cause.why != Why::kNone) return x.cause;
   return {x.why, x.why == x.cause.why && x.why != Why::kCollective ? x.cause.of : nullptr};
 }
 
-// Bytes that keeping the value takes: of what was cast to a wider dtype, those of its source, as `encode` finds.
+// The bytes that keeping the value takes. A widening cast is kept in the dtype of its source (`encode`).
 inline int64_t bytes_when_kept(const Log& log, const Value& x) {
   if (x.code) return static_cast<int64_t>(x.held.nbytes());
   const auto from = coding::source_of_cast(log, x);
@@ -189,7 +189,7 @@ inline int64_t bytes_when_kept(const Log& log, const Value& x) {
   return from && 2 * narrow <= wide && x.made.fills(x.storage_bytes) ? x.storage_bytes / static_cast<int64_t>(wide) * static_cast<int64_t>(narrow) : x.storage_bytes;
 }
 
-// The calls from `first` on, all values, what was saved, and bytes of `others`, as recorded_timeline.py reads it.
+// The calls from `first` on, all values, what was saved, and the bytes of `others`, as recorded_timeline.py reads them.
 inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t others) {
   const Times& times = *of.times;
   const auto start = static_cast<int>(std::min(first, log.calls.size()));
@@ -213,12 +213,12 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     const Value& x = log.values[v];
     std::vector<int> inputs;
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
-    const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `need`
+    const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
     const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
                                  v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 static_cast<int>(said(x).why), inputs, said(x).of == nullptr ? "" : *said(x).of));
+                                 static_cast<int>(reason_of(x).why), inputs, reason_of(x).of == nullptr ? "" : *reason_of(x).of));
   }
   for (const Times::Save& one : times.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));

@@ -1,4 +1,4 @@
-// What calls take: which of them much longer than reading what they make, and how many operations.
+// The cost of calls: which of them take much longer than reading their results would, and how many operations they need.
 #pragma once
 
 #include "log.h"
@@ -11,14 +11,14 @@ inline int64_t product_of(c10::IntArrayRef sizes) {
   return n;
 }
 
-// The sizes of the tensor that is this argument; none if it is no tensor.
+// The sizes of the tensor that is this argument; empty if it is not a tensor.
 inline c10::IntArrayRef sizes_read(const Log& log, const Call& call, int at) {
   for (const Read& one : call.reads)
     if (one.at == at) return log.geometry_of(one).sizes;
   return {};
 }
 
-constexpr int64_t kConvolution = 768;  // operations for each value of the output, above which it is costly
+constexpr int64_t kConvolution = 768;  // operations per value of the output, above which a call is costly
 constexpr int64_t kAttention = 1024;
 
 inline bool is_costly(const Log& log, const Call& call) {
@@ -33,8 +33,8 @@ inline bool is_costly(const Log& log, const Call& call) {
       if (call.args[6].isBool() && call.args[6].toBool()) each = each * product_of(x) / std::max<int64_t>(out.numel(), 1);
       return each > kConvolution;
     }
-    case Formula::kMatrix: {  // with fewer outputs than inputs
-      if (call.outer >= 0) {  // of all ranks
+    case Formula::kMatrix: {  // costly with fewer outputs than inputs
+      if (call.outer >= 0) {  // the sizes of all ranks together
         const auto& whole = log.calls[call.outer].whole;
         if (const size_t n = whole.size(); n > 1) return whole[n - 2] > whole[n - 1];
       }
@@ -50,7 +50,7 @@ inline bool is_costly(const Log& log, const Call& call) {
   }
 }
 
-// Operations of one call.
+// The number of operations of one call.
 inline int64_t operations(const Log& log, const Call& call) {
   if (call.outs.empty() || call.by_result) return 0;
   const int64_t out = log.values[call.outs[0]].made.numel();

@@ -1,5 +1,5 @@
 // Writes the log: a thread-local callback of torch's RecordFunction sees each operator call with its arguments before it
-// runs, and with its results when it has run.
+// runs, and with its results afterwards.
 #pragma once
 
 #include "others.h"
@@ -28,7 +28,7 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   const size_t known = log.values.size();
   const int v = log.value_or_new(t);
   Value& x = log.values[v];
-  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0)  // a norm's, before it is freed
+  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0)  // a norm's weight, before it is freed
     x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
   if (log.values.size() > known) {
     const Tensor base = base_of(t);
@@ -38,7 +38,7 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   if (!log.values[v].made.is_of(t)) {
     geometry = static_cast<int>(log.geometries.size());
     log.geometries.push_back(Geometry::of(t));
-    if (log.geometries.back().extent() > log.values[v].made.extent()) {  // other memory than its call has made
+    if (log.geometries.back().extent() > log.values[v].made.extent()) {  // more memory than its call made
       if (log.values[v].state == Value::kDropped) call.usable = false;
       else log.values[v].call = -1;
     }
@@ -57,7 +57,7 @@ inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
   return false;
 }
 
-// What is made again from this value gets a copy of it, as its memory is going to be written.
+// Copies a value whose memory is about to be written, if others are rebuilt from it.
 inline void copy_before_write(Log& log, int v) {
   Value& value = log.values[v];
   if (!value.held.defined() || value.copied || value.refs <= value.saves) return;
@@ -65,7 +65,7 @@ inline void copy_before_write(Log& log, int v) {
   if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
 }
 
-// The memory of `t` is written when this call runs.
+// Notes that this call is going to write the memory of `t`.
 inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;
   const int v = log.value_or_new(t);
@@ -79,7 +79,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   memory.writer = number, memory.counter = t.unsafeGetTensorImpl()->version_counter(), memory.version = t._version();
 }
 
-// The tensors that the call writes.
+// Visits the tensors that the call writes.
 template <class Visit> void for_written(const Rule& rule, c10::ArrayRef<const IValue> inputs, const Visit& visit) {
   if (rule.gate >= 0 && !(rule.gate < static_cast<int>(inputs.size()) && inputs[rule.gate].isBool() && inputs[rule.gate].toBool())) return;
   for (const int at : rule.writes) {
@@ -130,19 +130,19 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   }
   if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  const bool inference = c10::InferenceMode::is_enabled();  // which excludes autograd too
-  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_call_of_calls()) return nullptr;  // part of a call
+  const bool inference = c10::InferenceMode::is_enabled();  // inference mode excludes autograd too
+  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_call_of_calls()) return nullptr;  // a part of a logged call
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
   if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) {
-    log.begin_anew();
+    log.start_over();
     if (log.times) log.times->clear();
   }
   const int number = static_cast<int>(log.calls.size());
-  if (log.times) log.times->look(log, number);
+  if (log.times) log.times->note_freed(log, number);
   log.calls.emplace_back();
-  log.calls.back().rule = rule, log.calls.back().usable = false;  // as long as it is not read whole
+  log.calls.back().rule = rule, log.calls.back().usable = false;  // until all of its arguments have been read
   Call call;
   call.rule = rule, call.grad_mode = c10::GradMode::is_enabled(), call.outer = log.is_in_subclass() ? log.open.back() : -1;
   call.in_checkpoint = runs_in_checkpoint();
@@ -166,10 +166,10 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   if (v < 0) {
     const int fresh = log.new_memory(t, number);
     log.values[fresh].out = out;
-    if (log.times) log.times->saw(fresh, t);
+    if (log.times) log.times->note_gradient(fresh, t);
     call.outs.push_back(fresh);
   } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
-    log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call had ended
+    log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call ended
     call.outs.push_back(v);
   }
 }
@@ -192,7 +192,7 @@ inline void read_results(const at::RecordFunction& fn, Opened* const opened) {
     if (Value& x = log.values[log.memories[memory].current]; log.is_in_mode(memory, x)) x.version = x.counter.current_version();
   while (!log.open.empty() && log.open.back() >= number) log.open.pop_back();
   if (!is_there) return;
-  if (fn.outputs().empty()) log.calls[number].usable = false;  // it raised, or has no result
+  if (fn.outputs().empty()) log.calls[number].usable = false;  // it raised an error, or has no result
   for (const int memory : log.calls[number].writing)
     if (log.memories[memory].writer == number) log.written(memory);
   int out = 0;

@@ -1,4 +1,4 @@
-// Values are made again by the calls that made them, from what is held.
+// Rebuilds values by the calls that made them, from values that are kept.
 #pragma once
 
 #include "encode.h"
@@ -14,7 +14,7 @@
 
 namespace leannorm::recording {
 
-// What a call is made under: below autograd, without autocast and modes, unseen by the log. Of fake tensors modes are all there is.
+// The state in which the log makes calls: below autograd, without autocast and modes, and unlogged. Fake tensors need their mode.
 class Below {
  public:
   Below() : Below(nullptr) {}
@@ -35,7 +35,7 @@ class Below {
   bool sets_ = false;
 };
 
-// Global flags as a call had them.
+// Sets the global flags under which a call ran.
 class UnderFlags {
  public:
   UnderFlags(const Log& log, const Call& call) {
@@ -60,7 +60,7 @@ class UnderFlags {
   py::object set_;
 };
 
-// A copy of all of the storage, so that views keep their places.
+// A copy of the whole storage, so that views of it have the same offsets.
 inline Tensor copy_of(const Tensor& t, const Geometry& as) {
   if (is_on_host(t)) {
     auto* const allocator = c10::GetAllocator(c10::DeviceType::CPU);
@@ -77,27 +77,28 @@ inline Tensor copy_of(const Tensor& t, const Geometry& as) {
 
 inline Tensor shown(const Tensor& t, const Geometry& as) {
   TORCH_CHECK(as.extent() <= static_cast<int64_t>(t.storage().nbytes()),
-              "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the forward pass");
+              "leannorm.lean() has to rebuild a tensor from one whose memory was freed or resized after the forward pass."
+              " Keep that memory until backward(), or leave lean() out of this part");
   if (as.is_of(t)) return t;
   if (as.dtype != t.scalar_type() || as.is_on_host() || as.fake) return over(t.storage(), as);
   const Below below;
   return t.as_strided(as.sizes, as.strides, as.offset);
 }
 
-// Does the call fill all of the memory that it writes?
+// Whether the call fills all of the memory that it writes.
 inline bool fills_all(const Log& log, const Call& call) {
   if (!call.rule->fills || call.before < 0 || call.reads.empty() || call.reads[0].at != 0 || call.reads[0].geometry >= 0) return false;
   const Value& x = log.values[call.before];
   return x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) == x.storage_bytes;
 }
-// Is this argument read when the call is made again?
+// Whether this argument is read when the call is made again.
 inline bool is_read(const Log& log, const Call& call, const Read& read) {
   if (call.by_result && call.rule->instead) {
     for (const Source& source : call.rule->sources)
       if (source.of == Source::kArgument && source.at == read.at) return true;
     return false;
   }
-  if (call.rule->gate >= 0 && call.args[call.rule->gate].toBool())  // what the call itself has moved since
+  if (call.rule->gate >= 0 && call.args[call.rule->gate].toBool())  // running statistics, which the call itself has updated
     for (const int at : call.rule->writes)
       if (at == read.at) return false;
   return !(fills_all(log, call) && &read == &call.reads[0]);
@@ -107,7 +108,7 @@ inline int result_of(const Log& log, const Call& call, int out) {
     if (log.values[v].out == out) return v;
   return -1;
 }
-// The results that the call is made again from.
+// The call's other results from which its first one is rebuilt, if it is.
 inline c10::SmallVector<int, 2> results_read(const Call& call) {
   c10::SmallVector<int, 2> outs;
   if (!call.by_result) return outs;
@@ -115,17 +116,16 @@ inline c10::SmallVector<int, 2> results_read(const Call& call) {
   else for (const Source& source : call.rule->sources) if (source.of == Source::kResult) outs.push_back(source.at);
   return outs;
 }
-// What the call is made again from, each as often as it is read.
+// Visits the values from which the call is made again, each as often as it is read.
 template <class Visit> void for_inputs(const Log& log, const Call& call, const Visit& visit) {
   for (const Read& read : call.reads)
     if (is_read(log, call, read)) visit(read.value);
   for (const int out : results_read(call)) visit(result_of(log, call, out));
 }
 
-
 class Replay {
  public:
-  // `scratch`: of a trial, which keeps nothing.
+  // `scratch`: where a trial puts what it makes, so that nothing is kept.
   explicit Replay(Log& log, std::map<int, Tensor>* scratch = nullptr) : log_(log), scratch_(scratch) {}
 
   // The value as it was made, or an alias of its memory.
@@ -144,7 +144,7 @@ class Replay {
     run(x.call);
     return scratch_ ? (*scratch_)[v] : log_.values[v].rebuilt;
   }
-  // What hooks of a user's hold, laid out as it was.
+  // What the user's hooks return for the value, in its layout.
   Tensor brought(int v) {
     const auto elsewhere = log_.values[v].elsewhere;
     const Geometry made = log_.values[v].made;
@@ -167,7 +167,7 @@ class Replay {
     if (made.is_of(t)) return t;
     return at::empty_strided(made.sizes, made.strides, t.options()).copy_(t);
   }
-  // One reader has it.
+  // A reader has read the value.
   void used(int v) {
     Value& x = log_.values[v];
     if (!scratch_ && --x.left <= 0) x.rebuilt.reset(), x.left = x.refs;
@@ -186,7 +186,7 @@ class Replay {
     return t;
   }
 
-  // For all readers of this backward pass; of a trial, for one.
+  // Decodes the value, once for all readers of this backward pass. A trial keeps nothing.
   Tensor read_back(Value& x) const {
     const Below below(x.made.fake);
     share(x.held, x.made, x.on);
@@ -269,7 +269,7 @@ class Replay {
     }
   }
 
-  // Its first result, by another operator that reads others of its results.
+  // Rebuilds the call's first result with another operator, which reads its other results.
   void make_by_results(const Call& call, const std::vector<Tensor>& read, std::map<int, Tensor>& results) {
     const int v = result_of(log_, call, 0);
     const auto argument = [&](int at) -> IValue {
@@ -278,7 +278,7 @@ class Replay {
       return call.args[at];
     };
     if (call.rule->by_statistics) {
-      // torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and so it does of these
+      // torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and the same from these arguments
       const IValue weight = argument(1), bias = argument(2);
       const Tensor &mean = results[1], &rstd = results[2];
       const Tensor scale = weight.isTensor() ? at::mul(rstd, weight.toTensor()) : rstd;
@@ -296,13 +296,14 @@ class Replay {
     keep(v, stack[0].toTensor());
   }
 
-  // Its memory is the replay's alone, and this is its last reader. `t`: as the reader has it.
+  // Whether the replay alone has the memory, and this reader, which has it as `t`, is the last one.
   bool is_spent(int v, const Tensor& t) const {
     const Value& x = log_.values[v];
     const bool is_last = !scratch_ && x.left == 1 && x.rebuilt.defined() && x.rebuilt.unsafeGetTensorImpl() == t.unsafeGetTensorImpl();
     return is_last && t.storage().use_count() == 1;
   }
-  // In place: as the program did, where nobody else reads what was there; else by its functional namesake, or on a copy.
+  // Makes a call in place again: on the memory that it overwrote, where nobody else reads that; else by its variant that
+  // returns a new tensor, or on a copy.
   void edit(const Call& call, std::vector<Tensor>& read) {
     const int v = call.outs[0];
     const Geometry& made = log_.values[v].made;
@@ -323,7 +324,7 @@ class Replay {
   }
 
  public:
-  static constexpr int kInList = 1 << 16;  // `out` of a tensor in a list of results
+  static constexpr int kInList = 1 << 16;  // from here on `out` is a tensor's position in a list of results
 };
 
 }  // namespace leannorm::recording

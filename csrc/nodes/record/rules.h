@@ -1,5 +1,5 @@
-// What an operator is: may its call be made again, what does it write, how many operations does it take. Its schema and
-// its tags say most; a row of the table in saving/operators.py says the rest.
+// What an operator is: whether it may be called again, what it writes, how its operations are counted. Most of that follows
+// from its schema and its tags, and the rest from a row of the table in saving/operators.py.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,15 +18,15 @@
 namespace leannorm::recording {
 
 enum class Kind : uint8_t {
-  kSkip,     // composites and views: the calls that they make, or the memory that they show, say it all
-  kOnce,     // never called again: random numbers, collectives, memory without contents
-  kCheap,    // at the speed of memory
-  kSum,      // cheap, of two tensors
-  kProduct,  // many operations a byte
+  kSkip,     // composites and views: the log has the calls that they make, and the memory that they show
+  kOnce,     // never called again: random numbers, collectives, uninitialized memory
+  kCheap,    // limited by the memory's bandwidth
+  kSum,      // cheap, adds two tensors
+  kProduct,  // many operations per byte
 };
 enum class Formula : uint8_t { kNone, kMatrix, kConvolution, kAttention };
 
-// An argument of the call that is made in the place of the first one: none, an argument of that, or one of its results.
+// An argument of the call that replaces another one: nothing, an argument of that call, or one of its results.
 struct Source {
   enum : uint8_t { kNothing, kArgument, kResult } of;
   int at;
@@ -36,10 +36,10 @@ struct Source {
 struct Row {
   Kind kind;
   Formula formula = Formula::kNone;
-  std::vector<int> writes;       // arguments that it writes without its schema saying so
-  int gate = -1;                 // the argument without which it writes nothing
-  bool fills = false;            // in place, and never reads what was there
-  std::string instead;           // the operator that makes its first result from others of its results
+  std::vector<int> writes;       // arguments that it writes although its schema does not say so
+  int gate = -1;                 // the argument that must be true for it to write
+  bool fills = false;            // it works in place, and never reads the old contents
+  std::string instead;           // the operator that computes its first result from its other results
   std::vector<Source> sources;   // that operator's arguments
 };
 
@@ -52,15 +52,15 @@ struct Rule {
   std::vector<Source> sources;
   c10::SmallVector<int, 2> writes;
   int gate = -1;
-  bool edits = false;       // its result is its first argument, written
-  bool functional = false;  // `again` makes a new tensor of what `op` writes
+  bool edits = false;       // its result is its first argument, which it writes
+  bool functional = false;  // `again` returns as a new tensor what `op` writes
   bool fills = false;
-  bool reshapes = false;    // in place, and only how the tensor shows its memory
-  bool ours = false;        // of leannorm, whose autograd functions call it below autograd
-  bool sends = false;       // to other ranks, which do not repeat it
-  bool varies = false;      // on a device, where threads add in any order
+  bool reshapes = false;    // it works in place, but only changes how the tensor shows its memory
+  bool ours = false;        // it is leannorm's, whose autograd functions call it below autograd
+  bool sends = false;       // it sends to other ranks, which would not repeat it
+  bool varies = false;      // its threads on a device add in any order
   int dropout = -1;         // the argument that is dropout's probability
-  bool by_statistics = false;  // batch norm: by the scale and shift that its statistics give
+  bool by_statistics = false;  // batch norm, which is rebuilt with the scale and shift that follow from its statistics
 };
 
 inline std::unordered_map<std::string, Row>& table() {
@@ -68,7 +68,7 @@ inline std::unordered_map<std::string, Row>& table() {
   return *rows;
 }
 
-inline std::unordered_set<std::string>& varying() {  // Python's list, without those in place
+inline std::unordered_set<std::string>& varying() {  // Python's list, without variants in place
   static auto* const names = new std::unordered_set<std::string>();
   return *names;
 }
@@ -78,7 +78,7 @@ inline std::optional<c10::OperatorHandle> operator_named(const std::string& name
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
 }
 
-// Operators that send. What those of c10d write, their schemas do not say: the first argument, or nothing.
+// Whether the operator sends. (Schemas of c10d do not say what its operators write: their first argument, or nothing.)
 inline bool sends(const std::string& name) {
   for (const char* space : {"c10d::", "fsdp::", "_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::", "_dtensor::", "symm_mem::"})
     if (name.rfind(space, 0) == 0) return true;
@@ -100,7 +100,7 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   const bool in_place = !made->name.empty() && made->name.back() == '_';
   made->varies = varying().count(in_place ? made->name.substr(0, made->name.size() - 1) : made->name) > 0;
   if (made->name.rfind("c10d::", 0) == 0 && made->name != "c10d::send") made->writes.push_back(0);
-  if (made->name == "fsdp::split_with_sizes_copy") made->writes.clear();  // weights come back to where they were before
+  if (made->name == "fsdp::split_with_sizes_copy") made->writes.clear();  // gathered weights get the contents that they had before
   bool shows = false, seeded = false, reshapes = false;  // a view of an argument; random numbers; as `Rule::reshapes`
   for (const auto& result : schema.returns()) shows |= result.alias_info() && made->writes.empty();
   for (const at::Tag tag : op.getTags()) seeded |= tag == at::Tag::nondeterministic_seeded, reshapes |= tag == at::Tag::inplace_view;
@@ -108,7 +108,7 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   else made->kind = seeded || made->sends ? Kind::kOnce : Kind::kCheap;
   const auto row = table().find(name.name);
   const auto gated_by = [&] { return static_cast<size_t>(row->second.gate); };
-  const auto is_of_overload = [&] {  // not where another overload has other arguments
+  const auto is_of_overload = [&] {  // another overload may have other arguments
     return row->second.gate < 0 || (gated_by() < schema.arguments().size() && schema.arguments()[gated_by()].type()->kind() == c10::TypeKind::BoolType);
   };
   if (row != table().end() && is_of_overload()) {
@@ -139,8 +139,8 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   return made;
 }
 
-// One thread's rules by the addresses of an operator's names, which live as long as the operator. The rules themselves are
-// never freed: a log may be read when the thread of its forward pass has ended.
+// The rules that one thread has looked up, by the addresses of an operator's names, which live as long as the operator. The
+// rules themselves are never freed, as a log may be read after the thread of its forward pass has ended.
 class Rules {
  public:
   Rule* of(const at::RecordFunction& call) {
@@ -155,9 +155,9 @@ class Rules {
     }
     return by_name_.emplace(key, rule).first->second;
   }
-  // Is it what runs a compiled graph? That is a function of autograd, of which only the name is told.
+  // Whether the call runs a compiled graph: it is an autograd function, of which only the name is known.
   static bool is_compiled(const Rule* rule) { return rule == compiled(); }
-  // A library of a user's may have gone, and another may have come to its addresses. Calls keep their rules, which are few.
+  // Forgets the operators of other libraries: one may have been unloaded, and another loaded at its addresses.
   void forget_others() {
     for (auto one = by_name_.begin(); one != by_name_.end();) {
       const bool lasts = one->second != nullptr && (one->second->ours || one->second->name.rfind("aten::", 0) == 0);
@@ -178,7 +178,7 @@ class Rules {
     return rule;
   }
 
-  // The rule that was made before of the same operator, if one was.
+  // The rule that an earlier call made for the same operator, if there is one.
   static Rule* only(std::unique_ptr<Rule> made) {
     static auto* const all = new std::unordered_map<uint64_t, std::vector<std::unique_ptr<Rule>>>();
     static auto* const mutex = new std::mutex();

@@ -1,4 +1,4 @@
-// How tensors show their memory, and what a few bytes of it tell.
+// How tensors show their memory, and samples of a few bytes of it.
 #pragma once
 
 #include "fakes.h"
@@ -15,13 +15,13 @@
 
 namespace leannorm::recording {
 
-// How a tensor shows its memory.
+// Sizes, strides, offset, dtype and device: how a tensor shows its memory.
 struct Geometry {
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
   at::ScalarType dtype = at::kFloat;
   c10::Device device = at::kCPU;
-  std::shared_ptr<py::object> fake;  // of a fake tensor: its mode
+  std::shared_ptr<py::object> fake;  // the mode of a fake tensor
 
   static Geometry of(const Tensor& t) {
     Geometry made;
@@ -41,12 +41,12 @@ struct Geometry {
     for (const int64_t size : sizes) n *= size;
     return n;
   }
-  // Is it all of a memory of so many bytes, element by element? Hooks get it as it is, else all of the memory in a row.
+  // Whether the elements are exactly the memory's `bytes`. If so hooks get the tensor as it is, otherwise the memory as one row.
   bool fills(int64_t bytes) const {
     if (offset != 0 || numel() * static_cast<int64_t>(c10::elementSize(dtype)) != bytes || extent() != bytes) return false;
     return std::find(strides.begin(), strides.end(), 0) == strides.end();
   }
-  // Bytes of the memory from its start to behind the last element.
+  // Bytes from the start of the memory to the end of the last element.
   int64_t extent() const {
     int64_t last = offset;
     for (size_t i = 0; i < sizes.size(); ++i) {
@@ -57,8 +57,8 @@ struct Geometry {
   }
 };
 
-// Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they compute with.
-// `in_any_bits`: conjugate or negative views too, which are memory that may be written.
+// Whether the log can read and make such a tensor. Subclasses and the tensors of transforms show other memory than they
+// compute with. `in_any_bits`: also allows conjugate and negative views, which a call may write through.
 inline bool plain(const Tensor& t, bool in_any_bits = false) {
   constexpr c10::DispatchKeySet bits({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   constexpr c10::DispatchKeySet wrapped({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
@@ -75,7 +75,7 @@ inline Tensor base_of(const Tensor& t) {
   return t;
 }
 
-inline thread_local bool busy = false;  // does this thread make calls itself, which are none of the log's?
+inline thread_local bool busy = false;  // this thread runs calls of the library itself, which are not logged
 struct Busy {
   const bool before = std::exchange(busy, true);
   Busy() = default;
@@ -83,7 +83,7 @@ struct Busy {
   ~Busy() { busy = before; }
 };
 
-// As the dispatcher would make it, in a tenth of its time.
+// Makes the same tensor as the dispatcher would, in a tenth of the time.
 inline Tensor over_bare(c10::Storage storage, const Geometry& geometry, c10::DispatchKey key) {
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(geometry.dtype));
   made.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides, geometry.offset);
@@ -100,7 +100,7 @@ inline Tensor over(c10::Storage storage, const Geometry& geometry) {
   return made.set_(std::move(storage), geometry.offset, geometry.sizes, geometry.strides);
 }
 
-// The same memory and version counter without a graph, which could lead back to the node that saves it. No mode sees it.
+// The same memory and version counter without the graph, which could lead back to the node that saves it. Modes do not see it.
 inline Tensor alias_of(const Tensor& t) {
   auto* const impl = t.unsafeGetTensorImpl();
   if (is_fake(t)) {
@@ -112,8 +112,8 @@ inline Tensor alias_of(const Tensor& t) {
   return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
 
-// Numbers that are NaN become one of them: which one a kernel makes of two is nobody's promise, and may change with the
-// place of the memory.
+// Replaces every NaN with the same one. Which NaN a kernel makes of two is not specified, and may depend on the alignment
+// of the memory.
 inline uint64_t with_one_nan(uint64_t word, at::ScalarType dtype) {
   const auto real = c10::toRealValueType(dtype);
   if (!at::isFloatingType(real) || c10::elementSize(real) < 2) return word;
@@ -125,10 +125,10 @@ inline uint64_t with_one_nan(uint64_t word, at::ScalarType dtype) {
   return word;
 }
 
-// Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen.
+// A hash of some bytes of a tensor on a CPU, which shows most edits that the dispatcher has not seen.
 struct Sample {
   uint64_t bits = 0;
-  bool taken = false, tells = false;  // is it of several values?
+  bool taken = false, has_several = false;  // values that differ
 
   static Sample of(const Tensor& t) {
     Sample made;
@@ -143,7 +143,7 @@ struct Sample {
       std::memcpy(&word, data + (n - width) * i / 11 / item * item, width);
       word = with_one_nan(word, t.scalar_type());
       if (i == 0) first = word;
-      made.tells |= word != first;
+      made.has_several |= word != first;
       made.bits = (made.bits ^ word) * 0x9E3779B97F4A7C15ull + (made.bits >> 29);
     }
     return made;

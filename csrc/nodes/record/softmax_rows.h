@@ -1,4 +1,4 @@
-// A dropped log-softmax, which its gradient may read some rows at a time (saving/rows.py): what its rows are made of.
+// A dropped log-softmax whose gradient may read it some rows at a time (saving/rows.py): what its rows are computed from.
 #pragma once
 
 #include "replay.h"
@@ -7,11 +7,11 @@ namespace leannorm::recording {
 
 constexpr int64_t kFewestInRows = 1 << 18;  // elements
 
-// Is it a log-softmax of rows that lie one behind the other, and large enough?
+// Whether the value is a log-softmax that is large enough, with contiguous rows.
 inline bool may_be_in_rows(const Log& log, const Value& x) {
   if (x.call < 0 || x.made.numel() < kFewestInRows || log.calls[x.call].rule->name != "aten::_log_softmax") return false;
   const Call& call = log.calls[x.call];
-  if (call.flags != 0) return false;  // its rows would be made under others
+  if (call.flags != 0) return false;  // unlike the call, its rows would be computed under the log's flags
   const int64_t dims = static_cast<int64_t>(x.made.sizes.size()), dim = call.args[1].toInt();
   return dims >= 2 && (dim == -1 || dim == dims - 1) && !call.args[2].toBool() && x.made.offset == 0 && x.made.extent() == x.storage_bytes &&
          x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) == x.storage_bytes;
@@ -24,8 +24,8 @@ inline bool is_contiguous(const Geometry& g) {
   return g.offset == 0;
 }
 
-// What the log-softmax is made of: a tensor of its rows, and the dtypes that each row is cast to. Goes back over a cast that
-// is read by nobody else, and is not to be rebuilt as a whole.
+// What the log-softmax is computed from: a tensor with its rows, and the dtypes to which each row is cast. A cast that has no
+// other reader is done row by row instead of being rebuilt as a whole.
 struct RowsSource {
   Tensor rows;
   std::vector<at::ScalarType> casts;

@@ -1,4 +1,4 @@
-// Which kinds of calls gave their bits again when they were called again.
+// Which kinds of calls gave the same bits when they were called again.
 #pragma once
 
 #include "log.h"
@@ -7,12 +7,12 @@
 
 namespace leannorm::recording {
 
-// How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several values speak
-// for others. A kind that once gave other bits is refused.
+// Counts, by kind, the trials in which a second call gave the same bits as the first. Two trials on tensors of several
+// values are enough to trust a kind. A kind that once gave other bits is refused.
 class Trust {
  public:
   bool is_enough(uint64_t kind) { return count(kind) >= kEnough; }
-  // Was it tried so often on values that tell nothing that it is tried now and then alone?
+  // Whether to skip a trial, since several showed nothing because of their values: from then on only one in `kAgain` is made.
   bool is_vain(uint64_t kind) {
     const std::lock_guard lock(mutex_);
     const auto known = looks_.find(kind);
@@ -24,7 +24,7 @@ class Trust {
     ++looks_[kind];
   }
   bool is_refused(uint64_t kind) { return count(kind) < 0; }
-  void has(uint64_t kind) { change(kind, 1); }
+  void confirm(uint64_t kind) { change(kind, 1); }
   void refuse(uint64_t kind) { change(kind, -kMany); }
   void forget() {
     const std::lock_guard lock(mutex_);
@@ -34,8 +34,8 @@ class Trust {
  private:
   static constexpr int kEnough = 2, kMany = 1 << 20, kLooks = 4, kAgain = 256;
   static constexpr size_t kMostKinds = 1 << 16;
-  std::mutex mutex_;  // operators run in several threads at once
-  std::unordered_map<uint64_t, int> counts_, looks_;  // of a device, how often the host waited
+  std::mutex mutex_;  // because operators run in several threads at once
+  std::unordered_map<uint64_t, int> counts_, looks_;  // looks_: trials for which the host waited for a device
 
   int count(uint64_t kind) {
     const std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is held.
+// What a pass keeps: a saved value is dropped if it can be rebuilt by the calls that made it, from values that are kept.
 #pragma once
 
 #include "copies.h"
@@ -15,9 +15,9 @@ namespace leannorm::recording {
 
 // ---------------------------------------------------------------- the walk
 
-constexpr int64_t kCopied = 1 << 14;  // bytes: a smaller tensor that was there before is copied, as an optimizer may change it
+constexpr int64_t kCopied = 1 << 14;  // bytes: tensors from before the pass up to this size are copied, as an optimizer may change them
 
-// Is all of what a dropped value is made of there? Weights that are gathered may have been freed again since.
+// Whether all that a dropped value is rebuilt from is still there. Gathered weights may have been freed since it was dropped.
 inline bool are_filled(const Log& log, int v) {
   if (!log.gathers) return true;
   std::unordered_set<int> looked;
@@ -34,7 +34,7 @@ inline bool are_filled(const Log& log, int v) {
   return all;
 }
 
-// Of a transposed convolution a device may add in any order, as of a convolution's gradient.
+// Whether this is a transposed convolution, in which a device may add in any order.
 inline bool is_transposed(const Call& call) {
   constexpr size_t kTransposed = 6;
   return call.rule->formula == Formula::kConvolution && call.args.size() > kTransposed && call.args[kTransposed].isBool() && call.args[kTransposed].toBool();
@@ -42,52 +42,52 @@ inline bool is_transposed(const Call& call) {
 
 class Walk {
  public:
-  // `before`: what was saved from this number on is not at hand.
+  // `before`: values that were saved from this number on are not available.
   Walk(Log& log, int top, int64_t may_hold, int before = std::numeric_limits<int>::max()) : log_(log), top_(top), before_(before), may_hold_(may_hold), may_copy_(log.values[top].storage_bytes - may_hold) {
     ++log.stamp;
   }
 
-  bool at_once = false;    // is nothing behind what it is made of asked?
-  std::vector<int> taken;  // values that nobody saves, and that are held in the place of what is made of them
-  std::vector<c10::intrusive_ptr<c10::StorageImpl>> owned;  // their memory: a message that ends on another thread may let go of it
+  bool at_once = false;    // the walk goes back only one call
+  std::vector<int> taken;  // values that no node has saved, to be kept instead of the dropped one
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> owned;  // keeps their memory, which another thread may free when a message ends
   Why why = Why::kNone;
-  Cause cause;  // the first that was found
+  Cause cause;  // the first one found
 
-  // Is it held, or can it be made again from what is? `depth` bounds the recursion; each value is visited once.
-  bool able(int v, int depth = 64) {
+  // Whether the value is kept or can be rebuilt. `depth` bounds the recursion; each value is visited once.
+  bool is_available(int v, int depth = 64) {
     Value& x = log_.values[v];
-    if (x.held.defined() && is_idle(log_, x, x.held)) return says(Why::kFreed, v);
+    if (x.held.defined() && is_idle(log_, x, x.held)) return refuse(Why::kFreed, v);
     if (x.held.defined())
       return !x.lost && (x.copied || (log_.is_there(v) && !log_.memories[x.memory].sent)) && log_.is_filled(x) && (x.saves == 0 || x.number < before_);
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = at_once && v != top_ ? takes(v) : made_again(v, depth) || takes(v);
+    const bool can = at_once && v != top_ ? take(v) : made_again(v, depth) || take(v);
     return log_.values[v].can = can;
   }
 
  private:
   Log& log_;
   const int top_, before_;
-  int64_t may_hold_, may_copy_;  // bytes; the latter of what was there before the pass
+  int64_t may_hold_, may_copy_;  // bytes that `take` may still keep, and may copy of tensors from before the pass
 
-  bool says(Why reason, int v) {
+  bool refuse(Why reason, int v) {  // notes the reason, and returns false
     if (const int call = log_.values[v].call; cause.why == Why::kNone && call >= 0) cause = {reason, v == top_ ? nullptr : &log_.calls[call].rule->name};
     const bool is_final = why == Why::kCollective || why == Why::kCheckpointed || why == Why::kFreed;
     if (why == Why::kNone || reason == Why::kCheckpointed || (v == top_ && !is_final)) why = reason;
     return false;
   }
-  bool takes(int v) {
+  bool take(int v) {  // whether it can be kept although no node has saved it; then it is in `taken`
     Value& x = log_.values[v];
     const Memory& memory = log_.memories[x.memory];
     if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
     const auto storage = memory.storage.lock();
     if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
     owned.push_back(storage);
-    if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return says(Why::kFreed, v);
+    if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return refuse(Why::kFreed, v);
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
-    if (x.call < 0) {  // it was there before the pass
-      if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be held
+    if (x.call < 0) {  // it existed before the pass
+      if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be kept than dropped
       return taken.push_back(v), true;
     }
     const auto source = x.storage_bytes > may_hold_ ? coding::source_of_cast(log_, x) : std::nullopt;
@@ -96,7 +96,7 @@ class Walk {
     may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
     return taken.push_back(v), true;
   }
-  // Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts again: each is copied once.
+  // Whether `in` is gone, but can be copied out of the concatenation `v`. Dense blocks read a part often, and share the copy.
   bool copies(const Call& call, int v, int in) {
     Value& x = log_.values[in];
     if (v != top_ || call.rule->name != "aten::cat" || x.held.defined() || x.state == Value::kDropped) return false;
@@ -107,7 +107,7 @@ class Walk {
     may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
     return taken.push_back(in), true;
   }
-  // Are the results held from which the first one follows faster?
+  // Whether the results are kept from which the call's first one is computed faster.
   bool by_result(const Call& call, int v) const {
     if (!(call.rule->instead || call.rule->by_statistics) || log_.values[v].out != 0) return false;
     if (call.rule->by_statistics) {
@@ -125,43 +125,43 @@ class Walk {
   }
   bool made_again(int v, int depth) {
     const Value& of = log_.values[v];
-    if (of.call < 0) return says(Why::kUnknown, v);
-    if (depth == 0) return says(Why::kTooDeep, v);
+    if (of.call < 0) return refuse(Why::kUnknown, v);
+    if (depth == 0) return refuse(Why::kTooDeep, v);
     Call& call = log_.calls[of.call];
-    if (call.sends || call.rule->sends) return says(Why::kCollective, v);
-    if (!call.usable) return says(call.of_mode ? Why::kMode : Why::kFlags, v);
-    if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return says(Why::kNever, v);
-    if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return says(Why::kNever, v);
-    if (is_on_device(of.made) && (call.rule->varies || is_transposed(call)) && !at::globalContext().deterministicAlgorithms()) return says(Why::kNever, v);
-    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return log_.meets(kTimedCalls), says(Why::kTimed, v);
-    if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return says(Why::kUnknown, v);  // it is not over
+    if (call.sends || call.rule->sends) return refuse(Why::kCollective, v);
+    if (!call.usable) return refuse(call.of_mode ? Why::kMode : Why::kFlags, v);
+    if (call.rule->kind == Kind::kOnce || call.rule->kind == Kind::kSkip || of.made.offset != 0) return refuse(Why::kNever, v);
+    if (const int at = call.rule->dropout; at >= 0 && call.args[at].isDouble() && call.args[at].toDouble() != 0) return refuse(Why::kNever, v);
+    if (is_on_device(of.made) && (call.rule->varies || is_transposed(call)) && !at::globalContext().deterministicAlgorithms()) return refuse(Why::kNever, v);
+    if (is_on_device(of.made) && call.rule->formula == Formula::kConvolution && at::globalContext().benchmarkCuDNN()) return log_.meets(kTimedCalls), refuse(Why::kTimed, v);
+    if (std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) return refuse(Why::kUnknown, v);  // the call has not ended
     const Policy& policy = log_.policy;
     const bool product = call.rule->kind == Kind::kProduct, window = product && call.rule->formula == Formula::kNone;
-    if (product && !policy.everything && (!policy.products || is_costly(log_, call))) return says(Why::kNotRepeated, v);
-    bool needed = false;  // then how it is made again is settled
+    if (product && !policy.everything && (!policy.products || is_costly(log_, call))) return refuse(Why::kNotRepeated, v);
+    bool needed = false;  // if so, it is decided already how the call is made again
     for (const int out : call.outs) needed |= log_.values[out].state == Value::kDropped;
     if (!needed) call.by_result = by_result(call, v);
-    if (!call.by_result && !call.rule->again) return says(Why::kNever, v);
-    if (call.by_result && of.out != 0) return says(Why::kNotAtHand, v);
-    if (trust().is_refused(kind_of(log_, call))) return says(Why::kOtherBits, v);
+    if (!call.by_result && !call.rule->again) return refuse(Why::kNever, v);
+    if (call.by_result && of.out != 0) return refuse(Why::kNotAtHand, v);
+    if (trust().is_refused(kind_of(log_, call))) return refuse(Why::kOtherBits, v);
     int runs = 1, sums = 0, products = 0;
     bool all = true;
     for_inputs(log_, call, [&](int in) {
-      if (!(all = all && (able(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
+      if (!(all = all && (is_available(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
       runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
     });
-    if (!all) return says(log_.calls[of.call].in_checkpoint ? Why::kCheckpointed : Why::kNotAtHand, v);
-    if (window && products > 0 && !policy.everything) return says(Why::kNotRepeated, v);  // it is small, and the product behind it larger
+    if (!all) return refuse(log_.calls[of.call].in_checkpoint ? Why::kCheckpointed : Why::kNotAtHand, v);
+    if (window && products > 0 && !policy.everything) return refuse(Why::kNotRepeated, v);  // it is small, and would need a larger product
     sums += log_.calls[of.call].rule->kind == Kind::kSum && adds_equals(log_.calls[of.call], v), products += product;
-    if (runs > policy.runs) return says(Why::kTooDeep, v);
-    if (sums > policy.sums || products > policy.row) return says(policy.everything ? Why::kTooDeep : Why::kNotRepeated, v);
+    if (runs > policy.runs) return refuse(Why::kTooDeep, v);
+    if (sums > policy.sums || products > policy.row) return refuse(policy.everything ? Why::kTooDeep : Why::kNotRepeated, v);
     Value& x = log_.values[v];
     x.runs = runs, x.sums = sums, x.products = products;
     return true;
   }
-  // Of two tensors of the result's size, as a residual connection; a bias is part of what it is added to.
+  // Whether the call adds tensors of the result's size, as a residual connection does. A bias does not count.
   bool adds_equals(const Call& call, int v) const {
     const int64_t all = log_.values[v].made.numel();
     int large = 0;
@@ -170,32 +170,32 @@ class Walk {
   }
 };
 
-// ---------------------------------------------------------------- who needs whom
+// ---------------------------------------------------------------- readers
 
-// Hold it in fewer bytes, if that can be.
+// Encodes a kept value in fewer bytes, if possible.
 inline bool encode(Log& log, int v) {
   Value& x = log.values[v];
   if (!may_be_coded(x, x.held)) return false;
   const Sample sample = Sample::of(x.held);
-  if (!sample.matches(x.sample)) return false;  // an error for whoever would be made of it
+  if (!sample.matches(x.sample)) return false;  // it was edited, which is an error when something is rebuilt from it
   const Below below(x.made.fake);
   std::optional<Coded> made;
   try {
     made = x.made.is_on_host() ? coded(x.held) : coded_unseen(log, x);
-  } catch (const std::exception&) {  // out of memory: it is kept as it is
+  } catch (const std::exception&) {  // out of memory: the value is kept as it is
   }
   if (!made) return false;
   x.sample = sample, x.held = std::move(made->bytes), x.code = std::move(made->code), x.copied = true;
   return true;
 }
-// It may be in fewer bytes, once nobody else has its memory.
+// Queues a value that may be encoded once nothing else owns its memory.
 inline void wait_for(Log& log, int v) {
   const Value& x = log.values[v];
   if (!x.held.defined() || x.copied || x.parameter || x.made.numel() < log.policy.smallest || !may_be_coded(x, x.held)) return;
   log.waiting.push({v, log.packs + 1, 1});
 }
 
-// A copy of a concatenation's argument, out of its result.
+// A copy of a concatenation's argument, taken from its result.
 inline Tensor part_of(const Log& log, const Value& whole, int part) {
   const Below below(whole.made.fake);
   const Call& call = log.calls[whole.call];
@@ -211,8 +211,8 @@ inline Tensor part_of(const Log& log, const Value& whole, int part) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// One more reader of the value: what it is made of is needed, too.
-inline void need(Log& log, int v, const std::vector<int>& taken) {
+// Adds a reader to the value, and if it is dropped from now on, to the values from which it is rebuilt.
+inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
   c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
     const int one = left.pop_back_val();
@@ -236,7 +236,7 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
       if (x.call < 0 && x.storage_bytes <= kCopied) copy_small(log, one);
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
       if (x.call < 0) continue;
-      if (x.as == Value::kNarrow) encode(log, one);  // a copy: the cast itself may stay where it is
+      if (x.as == Value::kNarrow) encode(log, one);  // a copy, since other code may still have the cast
       if (!log.values[one].code) log.to_move.push_back(one);
       wait_for(log, one);
       continue;
@@ -246,13 +246,13 @@ inline void need(Log& log, int v, const std::vector<int>& taken) {
   }
 }
 
-// Nobody else can write what is held of it, or it is not needed to make others.
+// The value need not be watched any longer: no other code can write it, or nothing is rebuilt from it.
 inline void hide(Log& log, Value& x) {
   if (std::exchange(x.exposed, false)) forget(*log.exposed, 1);
 }
 
-// One reader less.
-inline void release(Log& log, int v) {
+// Removes a reader, and frees what has none left.
+inline void remove_reader(Log& log, int v) {
   c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
     const int one = left.pop_back_val();
@@ -260,7 +260,7 @@ inline void release(Log& log, int v) {
     --x.refs;
     if (x.refs <= x.saves) hide(log, x);
     if (x.refs > 0) {
-      x.left = std::min(x.left, x.refs);  // its reader may have had it
+      x.left = std::min(x.left, x.refs);  // the reader may have read it already
       continue;
     }
     const bool dropped = x.state == Value::kDropped;
@@ -269,14 +269,14 @@ inline void release(Log& log, int v) {
   }
 }
 
-// Of a device's tensor all are compared, for which the host waits: only trials ask.
+// On a device all values are compared and the host waits for the result, so only trials call this.
 inline bool has_several_values(const Tensor& t) {
-  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).tells;
+  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).has_several;
   const Below below;
   const Tensor row = t.reshape({-1});
   return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
 }
-// Is one of its numbers normal, of some? Of zeros and denormal ones nearly all kernels make the same.
+// Whether some of its numbers are normal, by a sample. From zeros and denormal numbers nearly all kernels compute the same.
 inline bool has_normal_numbers(const Tensor& t) {
   const auto dtype = t.scalar_type();
   if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) return true;
@@ -286,8 +286,8 @@ inline bool has_normal_numbers(const Tensor& t) {
   const Tensor flat = t.is_non_overlapping_and_dense() ? t.as_strided({t.numel()}, {1}) : t.reshape({-1});
   return flat.slice(0, 0, flat.numel(), std::max<int64_t>(flat.numel() / kSome, 1)).abs().ge(least).any().item<bool>();
 }
-// Do the call's arguments have several values? A norm of zeros is its bias, whatever it is computed by.
-inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
+// Whether the call's large arguments have several values. A norm of zeros is its bias, whichever kernel computes it.
+inline bool has_varied_inputs(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
   int64_t most = 0;
   for_inputs(log, call, [&](int in) { most = std::max(most, log.values[in].made.numel()); });
   bool several = most == 0;
@@ -301,8 +301,8 @@ inline bool tells(const Log& log, const Call& call, const std::map<int, Tensor>&
   return several;
 }
 
-// Calls of a kind that is not trusted are made once on the spot, and the bits are compared. On a device the host waits for that:
-// not while a graph is captured, nor for ever where values tell nothing.
+// Makes calls of kinds that are not trusted once more right away, and compares the bits. On a device the host waits for that,
+// so it is not done while a graph is captured, and rarely after some trials whose values showed nothing.
 inline Why has_other_bits(Log& log, int v) {
   c10::SmallVector<int, 4> untried;  // calls
   c10::SmallVector<int, 16> left{v};
@@ -315,7 +315,7 @@ inline Why has_other_bits(Log& log, int v) {
     if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
-  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // a fake tensor has what a real one's trial would find
+  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
   if (is_on_device(log.values[v].made)) {
     const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
     if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
@@ -329,16 +329,16 @@ inline Why has_other_bits(Log& log, int v) {
     const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
     same = again.numel() == 0 || at::equal(bits(again), bits(before));
     if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
-  } catch (const std::exception&) {  // an operator that raises when it is called again: its result is kept
+  } catch (const std::exception&) {  // the operator raised an error when it was called again: its result is kept
   }
   if (same && has_several_values(was)) {
     for (const int call : untried)
-      if (tells(log, log.calls[call], scratch)) trust().has(kind_of(log, log.calls[call]));
+      if (has_varied_inputs(log, log.calls[call], scratch)) trust().confirm(kind_of(log, log.calls[call]));
   }
   if (is_on_device(log.values[v].made))
     for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
   log.values[v].held = was;
-  if (!same && of_numbers) {  // the last call is at fault, if it is untried, else any of the others
+  if (!same && of_numbers) {  // the last call is refused if it is untried, otherwise all untried ones, since any may be wrong
     const int last = log.values[v].call;
     if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
     for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
@@ -346,21 +346,21 @@ inline Why has_other_bits(Log& log, int v) {
   return same ? Why::kNone : Why::kOtherBits;
 }
 
-// A dropped value that is saved again, where it could not be made again: it is held from now on.
+// Keeps a dropped value from now on: it is saved again, and could not be rebuilt.
 inline void hold_again(Log& log, int v, Tensor held) {
   Value& x = log.values[v];
   x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
-  for_inputs(log, log.calls[x.call], [&](int in) { release(log, in); });
+  for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
 }
 
-// Of a log-softmax that a plan keeps, may the cast that it read take its place, in the dtype before it?
+// Whether the value is a log-softmax that a plan keeps, and the cast that it read can be kept in its source's dtype instead.
 inline bool may_be_narrow(const Log& log, const Value& x) {
   if (x.state != Value::kHeld || x.call < 0 || log.calls[x.call].rule->name != "aten::_log_softmax" || log.calls[x.call].reads.size() != 1) return false;
   const Value& in = log.values[log.calls[x.call].reads[0].value];
   return in.state == Value::kFree && in.call >= 0 && log.calls[in.call].rule->name == "aten::_to_copy";
 }
 
-// A saved value that is held: may it be dropped?
+// Drops a saved value that is kept, if it can be rebuilt.
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
   if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost || x.elsewhere) return;
@@ -373,22 +373,22 @@ inline void decide(Log& log, int v) {
   const Tensor was = std::exchange(x.held, {});
   Walk walk(log, v, x.narrow ? log.values[v].storage_bytes * 3 / 4 : 0);
   walk.at_once = x.narrow;
-  bool can = walk.able(v);
+  bool can = walk.is_available(v);
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
   auto owned = std::move(walk.owned);
   if (log.values[v].narrow && !can) return void(log.values[v].held = was);
-  if (!can) {  // by what nobody saves and is smaller, such as what was cast
+  if (!can) {  // try again with smaller values that no node has saved, such as the source of a cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
-    can = again.able(v), taken = std::move(again.taken), owned = std::move(again.owned);
+    can = again.is_available(v), taken = std::move(again.taken), owned = std::move(again.owned);
   }
   log.values[v].held = was;
   if (!can) return void((log.values[v].why = log.calls[log.values[v].call].in_checkpoint ? Why::kCheckpointed : why, log.values[v].cause = cause));
   const Call& call = log.calls[log.values[v].call];
-  for_inputs(log, call, [&](int in) { need(log, in, taken); });
+  for_inputs(log, call, [&](int in) { add_reader(log, in, taken); });
   if (const Why other = has_other_bits(log, v); other != Why::kNone) {
-    for_inputs(log, call, [&](int in) { release(log, in); });
+    for_inputs(log, call, [&](int in) { remove_reader(log, in); });
     return void(log.values[v].why = other);
   }
   Value& dropped = log.values[v];

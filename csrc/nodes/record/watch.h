@@ -1,6 +1,6 @@
-// Behind a pass: what a dropped value is made of may lie in memory that others have, and that plain PyTorch lets them edit,
-// such as what a branch has saved whose backward pass is done. Writes are seen as long as there is such memory; where
-// there is none, the callback, which takes .3 microseconds an operator, is not set.
+// Watches writes after a pass. A dropped value may be rebuilt from memory that other code has too, and that plain PyTorch
+// lets it edit, such as what a branch saved whose backward pass is done. The callback costs 0.3 microseconds per operator,
+// so it is set only while there is such memory.
 #pragma once
 
 #include "recorder.h"
@@ -17,14 +17,14 @@ inline void make_safe(Log& log, int v, c10::StorageImpl* memory) {
   if (!is_it) return;
   const Tensor was = x.held;
   copy_before_write(log, v);
-  if (Value& made = log.values[v]; made.copied && !made.elsewhere) made.shown = was;  // whoever has saved it, where autograd sees no edit
+  if (Value& made = log.values[v]; made.copied && !made.elsewhere) made.shown = was;  // nodes that saved it read the edit, if autograd does not see it
   hide(log, log.values[v]);
 }
 
 inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& fn);
 
 inline bool is_watch(const at::RecordFunctionCallbacksEntry& one) { return one.callback_.start() == &see_write; }
-// The engine gives its threads, and its nodes, the callbacks of the thread that called it, so that no handle lasts.
+// Removes the callback by its function: the engine gives its own threads the caller's callbacks, where no handle is valid.
 inline void stop_watching_writes() {
   auto tls = at::get_record_function_tls_();
   std::erase_if(tls.sorted_tls_callbacks_, is_watch);
@@ -64,9 +64,9 @@ inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& 
   return nullptr;
 }
 
-// The log is closed: which memory that it needs is others', too? An edit of what a call's own node has saved is an error in
-// plain PyTorch, as long as anybody reads what the call gave. Parameters are edited when the backward pass is over. Weights
-// that are gathered again get, in the memory that was freed, what they held before: a copy would be of the memory without it.
+// Finds the memory that a closed log needs and that other code has too. Three kinds are left out. An edit of what a call's own
+// node saved is an error in plain PyTorch while the call's result is in use. Parameters are edited only after the backward
+// pass. Gathered weights are freed and get the same contents again, and a copy would be made while they are freed.
 inline void expose(const std::shared_ptr<Log>& log) {
   auto made = std::make_shared<Exposed>();
   const auto look = [&](int v) {

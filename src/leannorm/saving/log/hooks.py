@@ -310,9 +310,9 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
         if saved.original is None and not matches(x.sample, tensor) and not _is_of_others(log, saved.value):
             raise RuntimeError(
                 f"leannorm.lean(): an output of {log.calls[x.call].rule.name} of shape {list(tensor.shape)}"
-                " was rebuilt, and is not what the forward pass saved: what it was made of was edited where"
-                " no operator was called (through its memory). Edit a copy of it, or leave lean() out of this"
-                " part"
+                " was rebuilt, but is not what the forward pass saved: a tensor that it is computed from was"
+                " edited outside of torch, for example through NumPy. Edit a copy of it, or leave lean() out"
+                " of this part"
             )
     other = dropped or x.elsewhere is not None
     replay.used(saved.value)

@@ -132,8 +132,8 @@ def copy_of(tensor: Tensor, shape: Geometry) -> Tensor:
 def shown(tensor: Tensor, shape: Geometry) -> Tensor:
     if shape.extent > tensor.untyped_storage().nbytes():
         raise RuntimeError(
-            "leannorm.lean() needs a tensor to rebuild another, whose memory was freed or resized after the"
-            " forward pass"
+            "leannorm.lean() has to rebuild a tensor from one whose memory was freed or resized after the"
+            " forward pass. Keep that memory until backward(), or leave lean() out of this part"
         )
     if geometry_of(tensor) == shape:
         return tensor
