@@ -1,4 +1,4 @@
-"""A recorded pass with a goal: which plan it follows, and from its log the plan of the next ones."""
+"""A recorded pass with a goal: which plan it follows, and what its log gives for the next plan."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from leannorm.saving.recorded_timeline import Timeline
 
 
 class Way:
-    """One pass's way along a plan. The log follows it by position, and asks where the pass is not as planned.
+    """How one pass follows a plan. The log follows it by position, and asks if the pass is not as planned.
 
-    `whys`: the sentences for `Why` in log.h; `log`: who records.
+    `whys`: the sentences for `Why` in log.h. `log`: what records.
     """
 
     def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
         self.following, self._whys, self._log = following, whys, log
-        # may a loss that a plan keeps be kept by its source? An overhead has no price for that
+        # whether the plan may keep a log-softmax's narrower source instead; an overhead has no price for that
         self.narrows = following.goal.overhead is None and log is NODES
         self._calls: list[Call] = []
         self.failed: Exception | None = None
 
     def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
-        """May the tensor at this place be dropped, what is followed from here on, and why it is held: the
-        place of the reason, and the operator to which it applies."""
+        """Whether the tensor at this place may be dropped, the plan to follow from here on, and why it is
+        kept: the reason's index in `whys`, and the operator to which the reason applies."""
         following = self.following
         try:
             self._reach(place)
@@ -42,12 +42,12 @@ class Way:
             return True, None, 0, ""
 
     def calls(self, count: int) -> list[Call]:
-        """All that the pass saved, of `count` places."""
+        """All that the pass saved: `count` tensors with a place."""
         self._reach(count)
         return self._calls
 
     def _reach(self, place: int) -> None:
-        """What the log has seen since it asked last was as planned."""
+        """Add the calls since the log asked last, which were as planned."""
         if len(self._calls) < place:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
@@ -68,7 +68,7 @@ class Way:
         return entry.places
 
     def passed(self, told: tuple[Any, ...], count: int, said: Counter[str], device: torch.device) -> Pass:
-        """The pass that ends now, by its log, for a plan, with the rates of the device."""
+        """The pass that ends now, from its log `told` and the rates of the device, to make a plan from."""
         rates, why = rates_for(self.following.goal, device)
         if why is not None:
             said[why] = 1
