@@ -1,6 +1,6 @@
 """How long a step takes: from the opening of a pass to the end of its backward pass.
 
-The backward pass reads last what was saved first. Reading it asks autograd's engine for a callback at the end.
+The backward pass reads last what was saved first; this read asks autograd's engine for a callback at the end.
 On a GPU events are recorded at both ends, and read when a later pass opens, so that the host does not wait.
 """
 
@@ -82,7 +82,7 @@ class Timed(NamedTuple):
 
 
 class TimedPack:
-    """A pack hook that packs the first tensors as another hook does, and then replaces itself by that hook. It
+    """A pack hook that packs the first tensors as another hook does, and then lets that hook replace it. It
     is for hooks that read no frames."""
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], timer: Timer) -> None:

@@ -28,7 +28,7 @@ class Units:
         return _FULLY_SHARD in sys.modules and bool(_modules())
 
     def owner_runs(self, tensor: Tensor) -> int:
-        """0: the tensor is not a unit's weight; 1: it is that of a unit that runs now; 2: of one that does not.
+        """0: the tensor is not a unit's weight; 1: its unit runs now; 2: its unit does not run now.
 
         A node that saves a tensor now reads it in its own backward pass, when the same units run again.
         """

@@ -45,7 +45,7 @@ PYTHON = _OfPython()
 
 
 class Other:
-    """A tensor that the log keeps but cannot read, such as a sparse one. It lives as long as a node has it."""
+    """A tensor that the log keeps but cannot read, such as a sparse one. A node's `Saved` refers to it."""
 
     __slots__ = ("__weakref__", "dtype", "nbytes", "place", "sizes")
 

@@ -1,4 +1,4 @@
-"""A pass of the log is opened and closed, and what it has saved is read."""
+"""Opens and closes a pass of the log, and reports what it has saved."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
 
 
 class RecordedTensors:
-    """What a pass holds when it closes, to be read also when a backward pass has freed it."""
+    """What a pass keeps when it closes, which can be read even after a backward pass has freed it."""
 
     def __init__(self) -> None:
         self.held = self.dropped = 0
         self._rows: list[tuple[Any, ...]] = []
 
     def add(self, log: Log, x: Value, instead: int) -> None:
-        """`instead`: bytes of what is held in its place."""
+        """`instead`: bytes of what is kept instead of it."""
         dropped = x.state == DROPPED
         nbytes = x.storage_bytes - min(instead, x.storage_bytes)
         name, why = "" if x.call < 0 else log.calls[x.call].rule.name, said(x)
@@ -48,7 +48,7 @@ class RecordedTensors:
 
 
 class RecordedPass:
-    """One pass, from its making to `close`. Those of one thread that are open at once share one log."""
+    """One pass, recorded from its creation until `close`. All open passes of one thread share a log."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RecordedPass:
         gathers: bool,
         smallest: int,
     ) -> None:
-        """`flags` are for C++, which reads them once a pass; here each call has its own."""
+        """`flags` are for C++, which reads them once per pass; here each call has its own."""
         self.layer, self.hold, self.other = layer, hold, other
         log = THREAD.log
         if log is None or log.closed:
@@ -117,7 +117,7 @@ class RecordedPass:
             self.close()
 
     def _note_those_alone(self) -> None:
-        """What no node made, and autograd alone has, such as the workspace of a recurrent layer."""
+        """Note values that no node made and only autograd has, such as the workspace of a recurrent layer."""
         log = self.log
         for v in log.listed[self.first :]:
             x = log.values[v]
@@ -142,7 +142,7 @@ class RecordedPass:
                 x.why = Why.ALONE
 
     def begins_within_a_call(self) -> None:
-        """It was opened by the hook of a tensor that an operator saves."""
+        """Note that the hook for a tensor that an operator saves has opened the pass."""
         if not self.log.calls:
             self.log.behind = torch._C._autograd._get_sequence_nr()
 
@@ -159,14 +159,14 @@ class RecordedPass:
         return 0
 
     def device(self) -> str:
-        """That of the largest tensor that it has saved: a mode records CPU tensors alone."""
+        """The device of the largest saved tensor, which decides the rates of a plan: here always the CPU."""
         return "cpu"
 
     def places(self) -> int:
         return self.follower.place + 1
 
     def timeline(self) -> tuple[Any, ...]:
-        """What a plan is made from."""
+        """The calls, values and saved tensors from which a plan is made."""
         with self.log as log:
             log.settle()
             others = sum(other.nbytes for other, counts in self._others() if counts)
@@ -176,13 +176,13 @@ class RecordedPass:
         return [call.rule.name for call in self.log.calls]
 
     def saved(self) -> RecordedTensors:
-        """What it has saved, and what of that is still there."""
+        """What the pass has saved that is still in memory."""
         made = RecordedTensors()
         with self.log as log:
             beside = [
                 x for x in log.values if not x.listed and x.held is not None and (x.call >= 0 or x.copied)
             ]
-            instead: dict[int, int] = {}  # bytes of what is held for a value that is dropped
+            instead: dict[int, int] = {}  # by dropped value, the bytes of what is kept instead
             for x in beside:
                 if x.instead >= 0 and x.held is not None:
                     instead[x.instead] = instead.get(x.instead, 0) + x.held.untyped_storage().nbytes()
@@ -219,6 +219,6 @@ def set_operator(
 
 
 def set_recorded(others: Any, local: Any, spec: Any, shared: Any, compare: Any) -> None:
-    """What saving/recorded.py does for the log."""
+    """Set the functions that saving/recorded.py passes to the log."""
     PYTHON.others, PYTHON.local, PYTHON.spec = others, local, spec
     PYTHON.shared, PYTHON.compare = shared, compare
