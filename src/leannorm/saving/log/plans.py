@@ -18,7 +18,7 @@ _WANTS, _HAS_GRADIENT = 1, 2  # bits of a value: it gets a gradient; that is add
 
 
 class Places:
-    """What a plan does with the tensors that a pass saves, in order: it drops each, or keeps it for a reason."""
+    """What a plan does with each tensor that a pass saves, in order: drop it, or keep it for a reason."""
 
     def __init__(
         self, calls: Iterable[tuple[Any, ...]], drops: list[bool], whys: list[int], of: list[str]
@@ -135,7 +135,7 @@ class Times:
 
 def _makes(log: Log, taken: set[int]) -> set[int]:
     """The values that are rebuilt, or could be if a plan kept others: it may also drop a value that was kept
-    only because too many calls in a row lead to it. `taken`: what would then be kept though no node saves it."""
+    only because too many calls in a row lead to it. `taken`: values, saved by no node, that are then kept."""
     makes = set[int]()
     for v, x in enumerate(log.values):
         if x.state == DROPPED:

@@ -19,7 +19,7 @@ from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain
 from leannorm.saving.log.values import DROPPED, HELD, Call, Read
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
-COMPILED, OTHERS_HOOKS = 1, 2  # what a pass may meet, as `Met` in log.h
+COMPILED, OTHERS_HOOKS = 1, 2  # what a pass has met, as `Met` in log.h
 _MANY = 4096  # calls
 
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -92,7 +92,7 @@ def push(mode: TorchDispatchMode) -> None:
 
 
 def remove(mode: TorchDispatchMode) -> None:
-    """Remove this mode and no other: if tasks alternate in one thread, that of the first to end may be below."""
+    """Remove this mode and no other: if tasks alternate in one thread, the first to end may not be on top."""
     above = []
     while torch._C._len_torch_dispatch_stack():
         top = modes._pop_mode()

@@ -156,7 +156,7 @@ class Replay:
             told: dict[int, Any] = {ARGUMENT: full, RESULT: results}
             made = call.rule.instead(*(told[of][at] if of in told else None for of, at in call.rule.given))
             return made if isinstance(made, Tensor) else made[0]
-        # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)); with these arguments, it does the same
+        # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), with these arguments too
         x, weight, bias = full[:3]
         mean, rstd = results[1], results[2]
         scale = rstd if weight is None else torch.mul(rstd, weight)

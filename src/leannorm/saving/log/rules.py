@@ -39,7 +39,7 @@ TABLE: dict[str, Row] = {}
 
 
 class Rule:
-    """An operator. `again` computes its results again; `instead` computes the first from the others."""
+    """An operator. `again` computes its results again; `instead` computes the first from other results."""
 
     def __init__(self, op: Any) -> None:
         schema, self.op, self.again = op._schema, op, op
@@ -131,7 +131,7 @@ RULES: dict[Any, Rule | None] = {}
 
 
 def rule_of(op: Any) -> Rule | None:
-    """The rule of an operator. None for a compiler's loop, and for `prim::device`, which asks modes for it."""
+    """The rule of an operator; None for a compiler's loop, and for `prim::device`, a question to modes."""
     if op not in RULES:
         is_operator = isinstance(op, torch._ops.OpOverload) and op.namespace != "prim"
         RULES[op] = Rule(op) if is_operator else None
