@@ -86,7 +86,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
     A norm's output can be computed again from the norm's input, an activation from its input, and a cast,
-    view or copy from its source. So `lean` does not keep it, and the backward pass calls the same kernels on
+    view or copy from its source. So `lean` need not keep them: the backward pass calls the same kernels on
     the same tensors. Gradients equal plain PyTorch's bit for bit: each kind of call is first tried during the
     forward pass, and a tensor that would be rebuilt with other bits is kept.
 
@@ -110,8 +110,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     Raises: `InputError` for an unknown `recompute` (for a model, call `make_lean`), a `budget` outside
     (0, 1], a negative `overhead`, a `peak` that is neither a share nor bytes, a `limit` that is not in bytes,
-    two of them, a `held` that is not a pair of hooks, or something that it cannot decorate (classes,
-    generators, coroutines); at the first pass for a `limit` below what the process has; in the backward pass
+    two of these, a `held` that is not hooks, or something that it cannot decorate (classes, generators,
+    coroutines); at the first pass for a `limit` below what the process has; in the backward pass
     `RebuildError` for a rebuilt tensor that is not the one that was saved.
 
     >>> import torch, leannorm

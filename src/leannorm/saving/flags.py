@@ -60,8 +60,8 @@ def _precision(*places: tuple[str, str]) -> list[_Flag]:
 
 
 def _prescribe(backend: str, operation: str, precision: str) -> None:
-    """Make kernels see `precision`. Full precision reads as "none", which inherits: if another one would be
-    inherited, set "ieee"."""
+    """Make kernels see `precision`. "none" is full precision that nobody has set, and inherits: if another
+    one would be inherited, set "ieee"."""
     _set_precision(backend, operation, precision)
     if _get_precision(backend, operation) != precision:
         _set_precision(backend, operation, "ieee")

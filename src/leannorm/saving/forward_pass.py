@@ -58,8 +58,8 @@ class ForwardPass:
 
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
         self._settings, self.ledger, self._line = settings, ledger, line
-        self._place: Hashable = None  # of passes that may be small
-        self._watch: Watch | None = None  # of passes whose time was asked for
+        self._place: Hashable = None  # set if the pass may be small
+        self._watch: Watch | None = None  # set if its time is measured
         if line is not NEVER_SMALL and settings.may_be_small:
             self._place = line, settings.policy
         elif line is not NEVER_SMALL and settings.may_be_watched:
@@ -79,8 +79,8 @@ class ForwardPass:
         self._freed_within = False  # whether a backward pass ran before this one closed
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
-        self._nodes = 0  # of autograd, when it was opened
-        self.told: Told | None = None  # of logits that are not computed
+        self._nodes = 0  # how many autograd had made when it was opened; from `close` on, how many it made
+        self.told: Told | None = None  # notes on logits that are not computed
 
     def open(self) -> None:
         """Set the hooks, unless `refusal` gives a reason not to."""

@@ -9,7 +9,7 @@ again. `OPERATORS` lists the others, by name. Its kinds:
     reduced  reads as a fused one does, and writes its result to memory
     pass     is a kernel of its own, at the speed of memory
     window   as pass, but reads several values for each result: rebuilt where products are
-    product  takes a time that depends on its operations per byte
+    product  is priced by its operations too, as it has many per byte
     empty    returns memory without contents, which a compiler leaves out
     once     is never called again: random numbers, collectives, writes into arguments
 """

@@ -219,7 +219,7 @@ class RecordedPass:
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
 
     def begins_within_a_call(self) -> None:
-        """Note that the pass begins while an operator runs. C++ knows by itself which calls that makes."""
+        """Note that the pass begins while an operator runs. C++ knows by itself what that operator calls."""
         if isinstance(self._pass, log.RecordedPass):
             self._pass.begins_within_a_call()
 

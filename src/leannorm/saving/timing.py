@@ -82,8 +82,8 @@ class Timed(NamedTuple):
 
 
 class TimedPack:
-    """A pack hook that packs the first tensors as another hook does, and then lets that hook replace it. It
-    is for hooks that read no frames."""
+    """A pack hook that packs the first tensors as another hook does, and then lets that hook take over. It is
+    for hooks that read no frames."""
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], timer: Timer) -> None:
         self._pack, self._unpack, self._timer, self._is_first = pack, unpack, timer, True

@@ -46,9 +46,9 @@ class Follower:
     def __init__(self, ask: Callable[..., Any] | None, policy: Policy, first: int) -> None:
         self.ask, self.policy, self.first = ask, policy, first
         self.plan: Places | None = None
-        self.place = -1  # the last one
+        self.place = -1  # that of the last tensor
         self.cause = Cause()
-        self.times: Times | None = None  # where a plan may be made of the pass
+        self.times: Times | None = None  # set if a plan may be made from the pass
 
     def has_place(self, x: Value, tensor: Tensor) -> bool:
         """Whether a plan may keep or drop the tensor: it is one that `decide` may drop."""
@@ -184,7 +184,7 @@ def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, .
         inputs = log.inputs_of(log.calls[x.call]) if v in makes else []
         copied = x.copied or (
             v in taken and x.call < 0 and x.storage_bytes <= COPIED
-        )  # or would be, as in `need`
+        )  # or would be copied, as in `need`
         counts = (x.refs > 0 or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
         of_memory = x.memory, -1 if x.call < start else x.call - start, x.storage_bytes, x.made.nbytes
         of_dtype = x.made.dtype.itemsize, x.made.dtype.is_floating_point, times.of_value.get(v, 0)

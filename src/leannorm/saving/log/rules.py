@@ -131,7 +131,7 @@ RULES: dict[Any, Rule | None] = {}
 
 
 def rule_of(op: Any) -> Rule | None:
-    """The rule of an operator; None for a compiler's loop, and for `prim::device`, a question to modes."""
+    """The rule of an operator; None for a compiler's loop or for `prim::device`, which asks for a device."""
     if op not in RULES:
         is_operator = isinstance(op, torch._ops.OpOverload) and op.namespace != "prim"
         RULES[op] = Rule(op) if is_operator else None

@@ -155,7 +155,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def sample_of(tensor: Tensor) -> bytes | None:
-    """Some bytes of a tensor on a CPU, which reveal an edit that no dispatcher has seen; None elsewhere."""
+    """Some bytes of a dense tensor on a CPU, which reveal an edit that no dispatcher has seen; else None."""
     n = tensor.nbytes
     if not n or tensor.device.type != "cpu" or not is_dense(tensor):
         return None

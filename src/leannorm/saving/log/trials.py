@@ -14,7 +14,7 @@ from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
 from leannorm.saving.log.values import Call
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
-_SOME = 4096  # numbers
+_SOME = 4096  # numbers in a sample
 _TRIED = Counter[Hashable]()
 """How often calls of a kind had the same bits when they were made again. Two trials on tensors of several
 values are enough to trust a kind. One that ever had other bits is below 0."""
@@ -100,7 +100,7 @@ def _has_several_values(tensor: Tensor) -> bool:
 
 
 def _has_normal_numbers(tensor: Tensor) -> bool:
-    """Whether some of its numbers are normal: of zeros and denormal numbers most kernels make the same."""
+    """Whether any number of a sample is normal: of zeros and denormal numbers most kernels make the same."""
     if tensor.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return True
     with below():

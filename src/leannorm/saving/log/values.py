@@ -159,7 +159,7 @@ class Call:
         self.before = -1  # the value that its result overwrites
         self.sends = rule.sends  # whether it communicates with other ranks
         self.in_checkpoint = False  # whether a checkpoint's hooks save what it reads and makes
-        self.kind: Any = None  # by which trials identify calls alike, once they have asked for it
+        self.kind: Any = None  # the key of its trials, once that is computed
         self.grad_mode, self.usable, self.by_result = torch.is_grad_enabled(), True, False
 
     def sizes(self, log: Log, at: int) -> tuple[int, ...]:
