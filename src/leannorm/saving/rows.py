@@ -33,7 +33,7 @@ _ROWS = 16  # a part has a multiple of this many rows, so that its memory is ali
 _FEWEST = 4  # parts; with fewer, little is saved
 
 # Functions of torch that are not public: if one is missing, log-softmaxes are rebuilt as a whole
-_SERVES = (
+_SUPPORTED = (
     hasattr(Tensor, "_use_count")
     and hasattr(torch._C._functorch, "maybe_current_level")
     and all(
@@ -53,7 +53,7 @@ def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]
 
 def fits(tensor: Tensor, flags: Flags) -> bool:
     """Whether such a log-softmax over its last dim has the same bits in parts. Tried once per layout."""
-    if not _SERVES or type(tensor) is not Tensor or not tensor.is_contiguous():
+    if not _SUPPORTED or type(tensor) is not Tensor or not tensor.is_contiguous():
         return False
     if not tensor.numel() or len(list(_parts(tensor.shape, tensor.device))) < _FEWEST:
         return False
