@@ -39,8 +39,8 @@ HOOKS_AROUND = (
     " they work as without lean(); open lean() outside of them, or pass them to it: lean(held=save_on_cpu())"
 )
 HOOKS_WITHIN = (
-    "other saved-tensor hooks (such as save_on_cpu) were opened within lean(): they took what was saved"
-    " there, and lean() neither saw nor rebuilt it; pass them to lean() instead: lean(held=save_on_cpu())"
+    "other saved-tensor hooks (such as save_on_cpu) were opened within lean(): what was saved there is"
+    " theirs, and lean() neither saw nor rebuilt it; pass them to lean() instead: lean(held=save_on_cpu())"
 )
 COMPILED_WITHIN = (
     "compiled code ran within lean(): what it saves is the compiler's choice and was kept; type"
