@@ -156,27 +156,27 @@ def test_a_budget_out_of_reach_is_said():
     assert not saved.reasons
 
 
-BACKWARD_WITHIN = reasons.BACKWARD_BEFORE_PLAN, reasons.BACKWARD_WITHIN
+FREED_WITHIN = reasons.FREED_BEFORE_PLAN, reasons.FREED_WITHIN
 
 
 @pytest.mark.parametrize("small_ones", [-1, small.SMALL])
 @pytest.mark.parametrize(
     "setting", [*BOTH, *({goal: 0.3} for goal in ("budget", "overhead", "peak"))], ids=str
 )
-def test_a_backward_pass_in_the_with_statement_is_said(setting, small_ones, monkeypatch, recwarn):
+def test_a_result_that_is_dropped_in_the_with_statement_is_said(setting, small_ones, monkeypatch, recwarn):
     monkeypatch.setattr(small, "SMALL", small_ones)
     model = network()
     for _ in range(3):
         with lean(**setting) as saved:
-            model(IMAGE).square().mean().backward()
-        assert saved.reasons == [BACKWARD_WITHIN[setting.keys() <= {"recompute"}]]
+            model(IMAGE).square().mean()
+        assert saved.reasons == [FREED_WITHIN[setting.keys() <= {"recompute"}]]
         assert saved.plan is None
     said = [w for w in recwarn if "leannorm" in str(w.message)]
     assert len(said) == (0 if setting.keys() <= {"recompute"} else 1)
     with lean(**setting) as saved:
         loss = model(IMAGE).square().mean()
     assert saved.rebuilt_bytes > 0
-    assert not {*BACKWARD_WITHIN} & {*saved.reasons}
+    assert not {*FREED_WITHIN} & {*saved.reasons}
     loss.backward()
 
 

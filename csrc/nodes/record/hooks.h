@@ -23,7 +23,7 @@ struct SavedObject {
   std::shared_ptr<const Other> other;
   py::object spec, layer;   // how ranks share the DTensor whose local tensor the value is; the layer that saved it
   uint32_t version;
-  int value;
+  int value, pass, backward_passes;  // that it had seen
 };
 
 inline void check_version(const SavedObject& s) {
@@ -46,6 +46,8 @@ inline void forget_saved(PyObject* self) {
       if (leaves->second.empty()) s->log->leaves.erase(leaves);
     }
     --s->log->values[s->value].saves, --s->log->alive;
+    Log::Alive& of_pass = s->log->alive_of[s->pass];
+    --of_pass.now, of_pass.then -= s->backward_passes < of_pass.backward_passes;
     release(*s->log, s->value);
   }
   s->~SavedObject();
@@ -143,7 +145,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (!log.values[v].made.is_of(t)) s.geometry = Geometry::of(t);
   if (!log.open.empty())
     for (Read& read : log.calls[log.open.back()].reads) read.saved |= read.value == v;
-  s.log = current, s.value = v;
+  s.log = current, s.value = v, s.pass = static_cast<int>(log.following.back()->number);
+  s.backward_passes = log.alive_of[s.pass].backward_passes, ++log.alive_of[s.pass].now;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
   if (!x.listed && !x.parameter) {
@@ -280,12 +283,22 @@ inline Tensor rebuilt(SavedObject& s) {
 
 inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
 
+// A backward pass runs before the passes that are open have closed: what it is going to free is noted.
+inline void backward_begins(Log& log) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  const Log::Lock lock(log);
+  if (task < 0 || task == log.task || log.packs == log.noted_packs) return;
+  log.task = task, log.noted_packs = log.packs;
+  for (Follower* const one : log.following) one->note();
+}
+
 // The unpack hook; `unpack_now` gives the tensor itself, and no stand-in.
 template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
   auto& s = *reinterpret_cast<SavedObject*>(given);
   check_version(s);
+  if (s.log && !s.log->closed) backward_begins(*s.log);
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];

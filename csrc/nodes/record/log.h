@@ -199,6 +199,14 @@ struct Log {
   uint64_t flags = flags_now(), stamp = 0;
   std::vector<SetFlags> others_flags;
   int64_t alive = 0;        // saved tensors
+  // By pass: its saved tensors; of them those that were there when a backward pass last began before it had closed.
+  struct Alive {
+    int64_t now = 0, then = 0;
+    int backward_passes = 0;
+  };
+  std::vector<Alive> alive_of;
+  int task = -1;            // the last of these backward passes, by the engine's number
+  int64_t noted_packs = 0;  // all that was saved before it
   int64_t largest = 0;      // of what was saved
   std::shared_ptr<Limit> limit;  // of memory, under which nothing is dropped before it is near
   bool closed = false;

@@ -63,6 +63,14 @@ struct Pass {
   Follower follower;
   bool open = true;
   std::shared_ptr<Asked> asked;
+  // What there was when a backward pass began before this one had closed.
+  struct Then {
+    Saved saved;
+    size_t seen;
+    int places;
+    py::object timeline;
+  };
+  std::optional<Then> then;
 
   Pass(const Policy& policy, Asked of, py::object ask, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
     if (!log || log->closed) {
@@ -82,6 +90,9 @@ struct Pass {
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
+    follower.number = log->alive_of.size(), log->alive_of.emplace_back();
+    follower.note = [this] { note(); };
+    follower.renew = [this] { renew(); };
   }
   Pass(const Pass&) = delete;
   ~Pass() { close(); }
@@ -105,6 +116,22 @@ struct Pass {
     log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
     if (current == log) current.reset();
   }
+  void note() {
+    then.reset();
+    then = Then{saved(), seen(), places(), follower.times ? timeline() : py::none()};
+    Log::Alive& alive = log->alive_of[follower.number];
+    follower.noted = alive.then = alive.now, ++alive.backward_passes;
+  }
+  // All that it saved is gone, and the program goes on: Python ends the step, and another one begins.
+  void renew() {
+    const py::object way = py::getattr(follower.ask, "__self__");
+    way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, device());
+    first = std::min(first + then->seen, log->listed.size() - 1), then.reset();
+    first_other = log->others.size();
+    first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
+    follower.first = first, follower.noted = 0, follower.place = -1, follower.plan.reset(), log->policy = follower.policy;
+    log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
+  }
   // What no node made, and autograd alone has, such as the workspace of a recurrent layer.
   void note_those_alone() {
     for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i) {
@@ -114,10 +141,23 @@ struct Pass {
     }
   }
   bool packed() const { return log->packs > first_pack; }
-  size_t seen() const { return log->listed.size() - std::min(first, log->listed.size()); }
-  // What it has saved, and what of that is still there.
+  bool is_over() const { return then && follower.is_over(*log); }
+  size_t seen() const { return is_over() ? then->seen : log->listed.size() - std::min(first, log->listed.size()); }
+  int places() const { return is_over() ? then->places : follower.place + 1; }
+  py::object timeline() const {
+    const Log::Lock lock(*log);
+    return is_over() ? then->timeline : timeline_of(*log, follower, first_call, bytes_of_others());
+  }
+  std::string device() const {  // of the largest tensor that it has saved
+    const Value* most = nullptr;
+    for (size_t i = std::min(first, log->listed.size()); i < log->listed.size(); ++i)
+      if (const Value& x = log->values[log->listed[i]]; most == nullptr || x.storage_bytes > most->storage_bytes) most = &x;
+    return most == nullptr ? "cpu" : most->made.device.str();
+  }
+  // What it has saved, and what of that is still there, or was when the backward pass began that has freed it.
   Saved saved() const {
     const Log::Lock lock(*log);
+    if (is_over()) return then->saved;
     std::unordered_map<int, int64_t> instead;  // bytes of what is held for a value that is dropped: these two are its own
     const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (x.call >= 0 || x.copied); };
     for (const Value& x : log->values)
@@ -178,17 +218,9 @@ inline void add_record(py::module_ module) {
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
       .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
-      .def("device", [](const Pass& p) -> std::string {  // of the largest tensor that it has saved
-        const Value* most = nullptr;
-        for (size_t i = std::min(p.first, p.log->listed.size()); i < p.log->listed.size(); ++i)
-          if (const Value& x = p.log->values[p.log->listed[i]]; most == nullptr || x.storage_bytes > most->storage_bytes) most = &x;
-        return most == nullptr ? "cpu" : most->made.device.str();
-      })
-      .def("places", [](const Pass& p) { return p.follower.place + 1; })
-      .def("timeline", [](const Pass& p) {
-        const Log::Lock lock(*p.log);
-        return timeline_of(*p.log, p.follower, p.first_call, p.bytes_of_others());
-      })
+      .def("device", &Pass::device)
+      .def("places", &Pass::places)
+      .def("timeline", &Pass::timeline)
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

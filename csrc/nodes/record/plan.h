@@ -3,6 +3,8 @@
 
 #include "walk.h"
 
+#include <functional>
+
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -52,6 +54,12 @@ struct Follower {
   std::shared_ptr<Times> times;  // where a plan may be made of the pass
   Cause cause;
   bool narrows = false;  // may what a plan keeps be held by its source? That takes time, which an overhead has no price for
+  std::function<void()> note, renew;  // of the pass: a backward pass begins, and frees what was saved so far; a step follows it
+  size_t number = 0;  // of the pass, among those of the log
+  int64_t noted = 0;  // its saved tensors then
+
+  // Has a backward pass freed what it noted? What is saved from then on is another step's.
+  bool is_over(const Log& log) const { return noted > 0 && log.alive_of[number].then * 8 < noted; }
 
   // The log notes times as long as an open pass wants them.
   void forget_times(Log& log) {
@@ -66,6 +74,7 @@ struct Follower {
   // May this value be dropped? `t`: as it is saved now.
   bool drops(Log& log, const Value& x, const Tensor& t) {
     static const std::string unknown;
+    if (is_over(log)) renew();
     const auto at = static_cast<size_t>(++place);
     const int64_t number = x.number - static_cast<int64_t>(first);
     const std::string& kind = x.call < 0 ? unknown : log.calls[x.call].rule->name;

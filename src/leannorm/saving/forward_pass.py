@@ -76,7 +76,7 @@ class ForwardPass:
         self._timer: Timer | None = None
         self._is_plain = False  # whether it is run to be compared with passes that follow the plan
         self.refused: str | None = None  # why no hooks were set
-        self._freed_within = False  # whether a backward pass ran before this one closed
+        self._freed_within = False  # whether most of what it saved was freed before it closed
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
         self._nodes = 0  # how many autograd had made when it was opened; from `close` on, how many it made
@@ -154,6 +154,7 @@ class ForwardPass:
         self._stack.close()
         if self._recorded is not None:
             self._recorded.close()
+            self._following = self._recorded.following
             self._freed_within = self._recorded.is_mostly_gone
         kept = [] if self._first is None else self._first.kept
         if self._is_left and kept:
@@ -265,7 +266,7 @@ class ForwardPass:
             whole.append(self.refused)
         if self._freed_within:
             unplanned = self._settings.goal is not None
-            whole.append(reasons.BACKWARD_BEFORE_PLAN if unplanned else reasons.BACKWARD_WITHIN)
+            whole.append(reasons.FREED_BEFORE_PLAN if unplanned else reasons.FREED_WITHIN)
         if self._set is not None and self._set.stepped_aside:
             whole.append(reasons.TRANSFORMED_WITHIN)
         seen_first = self._first is not None and self._first.kept

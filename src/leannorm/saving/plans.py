@@ -134,6 +134,10 @@ class Following:
         self.whole = True  # whether the pass followed no plan from its first tensor on
         self._strayed = False  # whether no plan fitted any more
 
+    def again(self) -> Following:
+        """A new `Following` for another step of the same pass."""
+        return Following(self.goal, self._place)
+
     def rebuilds(self, calls: Sequence[Call]) -> bool:
         """Whether the tensor that was packed last may be rebuilt. `calls`: all of the pass so far."""
         last, entry = len(calls) - 1, self._entry

@@ -50,12 +50,11 @@ NOTHING = (
     "lean() saw no tensor being saved: nothing needed a gradient, or all of the forward pass ran inside"
     " compiled code or other saved-tensor hooks"
 )
-BACKWARD_WITHIN = (
-    "most of what this pass saved was freed before lean() closed, since backward() ran inside the with"
-    " statement or its result was dropped: bytes count only what was left; call backward() after the with"
-    " statement"
+FREED_WITHIN = (
+    "most of what this pass saved was freed before lean() closed, since its result was dropped: bytes count"
+    " only what was left; keep the result until backward() has run"
 )
-BACKWARD_BEFORE_PLAN = BACKWARD_WITHIN.replace("left;", "left, and no plan could be made;")
+FREED_BEFORE_PLAN = FREED_WITHIN.replace("left;", "left, and no plan could be made;")
 BENCHMARK = (
     "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread separately,"
     " so the backward pass may choose another one with other bits, and convolutions are kept; turn it off"
@@ -291,7 +290,7 @@ def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str
 
 
 _WARNED: set[str] = set()
-_IN_ORDER = {SMALL, COMPARED, STRAYED, BACKWARD_WITHIN}  # nobody needs to act on these
+_IN_ORDER = {SMALL, COMPARED, STRAYED, FREED_WITHIN}  # nobody needs to act on these
 _UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor on these: as much as possible was done
 
 

@@ -225,7 +225,7 @@ class RecordedPass:
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and how much of it is still in memory."""
-        if self._way is not None and self._way.following.whole:
+        if self.following is not None and self.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
         self.missed = self._pass.missed()
@@ -236,6 +236,13 @@ class RecordedPass:
         self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
         met = self._pass.met() if self.seen else 0
         self.reasons.update(reason for bit, reason in _MET.items() if met & bit)
+        if self._way is not None:
+            self.reasons.update(self._way.reasons)
+
+    @property
+    def following(self) -> Following | None:
+        """How the last step of the pass follows plans."""
+        return None if self._way is None else self._way.following
 
     @property
     def calls(self) -> list[Call]:

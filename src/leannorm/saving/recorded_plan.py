@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Way:
         self.narrows = following.goal.overhead is None and log is NODES
         self._calls: list[Call] = []
         self.failed: Exception | None = None
+        self.reasons = Counter[str]()
 
     def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
         """Whether the tensor at this place may be dropped, the plan to follow from here on, and why it is
@@ -40,6 +42,17 @@ class Way:
         except Exception as error:  # a plan is never worth an error in the forward pass
             self.failed = error
             return True, None, 0, ""
+
+    def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, device: str) -> None:
+        """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
+        following = self.following
+        try:
+            read = partial(self.passed, timeline, places, self.reasons, torch.device(device))
+            why = following.end(self.calls(places), read, kept / max(kept + rebuilt, 1))
+            self.reasons.update([] if why is None else [why])
+        except Exception as error:  # a plan is never worth an error in the forward pass
+            self.reasons[reasons.no_plan(error)] = 1
+        self.following, self._calls = following.again(), []
 
     def calls(self, count: int) -> list[Call]:
         """All that the pass saved: `count` tensors with a place."""

@@ -65,7 +65,9 @@ class Saved:
     """What a node keeps instead of a tensor: a value and how a view shows it, or a tensor that is kept."""
 
     __slots__ = (
+        "backward_passes",
         "counter",
+        "follower",
         "is_leaf",
         "layer",
         "log",
@@ -82,6 +84,8 @@ class Saved:
         _ALIVE.add(id(self))
         self.log: Log | None = None
         self.value, self.version = -1, 0
+        self.follower: Any = None  # that of the pass
+        self.backward_passes = 0  # how many had begun within the pass before
         self.shape: Geometry | None = None  # None: as the value was made
         self.counter: Tensor | None = None
         self.tensor: Tensor | None = None
@@ -98,7 +102,7 @@ class Saved:
             return
         if self.is_leaf:
             log.leaves[self.value] = log.leaves.get(self.value, 1) - 1
-        log.gone.append(self.value)
+        log.gone.append((self.value, self.follower, self.backward_passes))
         if not log._depth:
             with log:
                 pass
@@ -210,7 +214,10 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         return
     shape = geometry_of(tensor)
     saved.shape = None if shape == x.made else shape
-    saved.log, saved.value = log, v
+    follower = log.passes[-1].follower
+    saved.log, saved.value, saved.follower = log, v, follower
+    saved.backward_passes = follower.backward_passes
+    follower.alive += 1
     x.saves += 1
     x.refs += 1
     x.left += 1
@@ -220,7 +227,6 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         if not x.parameter:
             x.listed, x.number = True, len(log.listed)
             log.listed.append(v)
-    follower = log.passes[-1].follower
     movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= log.policy.smallest
     leaf = (
         whole.grad_fn is None and not movable
@@ -317,10 +323,12 @@ def record_unpack(saved: Any) -> Tensor:
     if type(saved) is not Saved:
         return PYTHON.others(saved)
     saved.check_version()
+    log = saved.log
+    if log is not None and not log.closed:
+        log.backward_begins()
     if saved.tensor is not None:
         tensor: Tensor = saved.tensor
         return tensor
-    log = saved.log
     assert log is not None
     with log, torch.no_grad(), beside():
         tensor = _rebuilt(saved, log)

@@ -35,10 +35,12 @@ class Log:
         self.subclasses = False  # whether there may be any, such as DTensors
         self.stamp = 0
         self.alive = 0  # how many saved tensors nodes still have
+        self.task = -1  # the engine's number of the last backward pass that began before the passes closed
+        self.noted_packs = 0  # how many tensors had been packed before that
         self.largest = 0  # elements of the largest saved tensor
         self.busy = False  # whether the log itself makes calls in this thread, which are not recorded
         self.closed = False
-        self.gone: list[int] = []  # values of saved objects to forget at the end of `with self`
+        self.gone: list[tuple[int, Any, int]] = []  # saved objects to forget at the end of `with self`
         self._lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> Log:
@@ -51,14 +53,16 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         while self._depth == 1 and self.gone:
-            self.forget_saved(self.gone.pop())
+            self.forget_saved(*self.gone.pop())
         self._depth -= 1
         self._lock.release()
 
-    def forget_saved(self, v: int) -> None:
-        """Note that a node has released what it saved."""
+    def forget_saved(self, v: int, of: Any, backward_passes: int) -> None:
+        """Note that a node has released what it saved, in the pass `of`, after so many backward passes."""
         self.values[v].saves -= 1
         self.alive -= 1
+        of.alive -= 1
+        of.alive_then -= backward_passes < of.backward_passes
         self.release(v)
 
     def release(self, v: int) -> None:
@@ -94,6 +98,16 @@ class Log:
         self.leaves.clear()
         self.others = [one for one in self.others if one() is not None]
         self.largest = 0
+
+    def backward_begins(self) -> None:
+        """Have each open pass note what a backward pass, which runs before they close, is going to free."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or task == self.task or self.packs == self.noted_packs:
+            return
+        with self:
+            self.task, self.noted_packs = task, self.packs
+            for one in self.passes:
+                one.note()
 
     def waits(self) -> bool:
         """Whether calls are not recorded yet, until the next node is made: they are parts of an operator that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ class RecordedTensors:
         return self._rows
 
 
+class _Then(NamedTuple):
+    """What a pass had saved when a backward pass began within it."""
+
+    saved: RecordedTensors
+    seen: int
+    places: int
+    timeline: tuple[Any, ...] | None
+
+
 class RecordedPass:
     """One pass, recorded from its creation until `close`. All open passes of one thread share a log."""
 
@@ -76,6 +85,7 @@ class RecordedPass:
             log.recorder = Recorder(log)
             push(log.recorder)
         self.log, self._is_open, self._met = log, True, 0
+        self._noted: _Then | None = None
         with log:
             log.settle()
             hand_over(log)
@@ -83,6 +93,7 @@ class RecordedPass:
             self.first, self.first_call, self.first_pack = len(log.listed), len(log.calls), log.packs
             self.first_other = len(log.others)
             self.follower = Follower(ask, log.policy, self.first)
+            self.follower.renew = self._renew
             if ask is not None:
                 log.times = self.follower.times = Times() if log.times is None else log.times
             log.passes.append(self)
@@ -146,11 +157,37 @@ class RecordedPass:
         if not self.log.calls:
             self.log.behind = torch._C._autograd._get_sequence_nr()
 
+    @property
+    def _then(self) -> _Then | None:
+        """What the pass had saved, if a backward pass has freed that since; else None."""
+        return self._noted if self.follower.is_over() else None
+
+    def note(self) -> None:
+        """Note what the pass has saved, as a backward pass begins within it."""
+        self.follower.noted = 0
+        timeline = None if self.follower.times is None else self.timeline()
+        self._noted = _Then(self.saved(), self.seen(), self.places(), timeline)
+        self.follower.noted = self.follower.alive_then = self.follower.alive
+        self.follower.backward_passes += 1
+
+    def _renew(self) -> None:
+        """End a step whose saved tensors are all freed, and begin another one in the same pass."""
+        then, log, follower = self._noted, self.log, self.follower
+        assert then is not None
+        way: Any = getattr(follower.ask, "__self__", None)
+        way.renew(then.saved.held, then.saved.dropped, then.places, then.timeline, self.device())
+        self.first = min(self.first + then.seen, len(log.listed) - 1)
+        self.first_call, self.first_other = len(log.calls), len(log.others)
+        follower.first, follower.noted, follower.place, follower.plan = self.first, 0, -1, None
+        log.policy = follower.policy
+        log.times = follower.times = Times() if log.times is None else log.times
+
     def packed(self) -> bool:
         return self.log.packs > self.first_pack
 
     def seen(self) -> int:
-        return max(len(self.log.listed) - self.first, 0)
+        then = self._then
+        return max(len(self.log.listed) - self.first, 0) if then is None else then.seen
 
     def met(self) -> int:
         return self._met
@@ -163,10 +200,14 @@ class RecordedPass:
         return "cpu"
 
     def places(self) -> int:
-        return self.follower.place + 1
+        then = self._then
+        return self.follower.place + 1 if then is None else then.places
 
     def timeline(self) -> tuple[Any, ...]:
         """The calls, values and saved tensors from which a plan is made."""
+        then = self._then
+        if then is not None:
+            return then.timeline or ()
         with self.log as log:
             log.settle()
             others = sum(other.nbytes for other, counts in self._others() if counts)
@@ -176,7 +217,11 @@ class RecordedPass:
         return [call.rule.name for call in self.log.calls]
 
     def saved(self) -> RecordedTensors:
-        """What the pass has saved that is still in memory."""
+        """What the pass has saved that is still in memory, or was when the backward pass began that freed
+        it."""
+        then = self._then
+        if then is not None:
+            return then.saved
         made = RecordedTensors()
         with self.log as log:
             beside = [

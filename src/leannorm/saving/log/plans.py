@@ -49,6 +49,15 @@ class Follower:
         self.place = -1  # that of the last tensor
         self.cause = Cause()
         self.times: Times | None = None  # set if a plan may be made from the pass
+        self.alive = 0  # how many saved tensors of the pass nodes still have
+        # how many there were when a backward pass last began within the pass, and how many of these are left
+        self.noted = self.alive_then = 0
+        self.backward_passes = 0  # how many have begun within the pass
+        self.renew: Callable[[], None] | None = None  # begins the pass again, for another step
+
+    def is_over(self) -> bool:
+        """Whether a backward pass has freed what was noted: what is saved from then on is another step's."""
+        return self.noted > 0 and self.alive_then * 8 < self.noted
 
     def has_place(self, x: Value, tensor: Tensor) -> bool:
         """Whether a plan may keep or drop the tensor: it is one that `decide` may drop."""
@@ -58,6 +67,8 @@ class Follower:
     def drops(self, log: Log, x: Value, tensor: Tensor) -> bool:
         """Whether this value may be dropped. `tensor`: as it is saved now."""
         assert self.ask is not None
+        if self.renew is not None and self.is_over():
+            self.renew()
         self.place += 1
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         here = name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, x.number - self.first
