@@ -1,4 +1,4 @@
-"""Training in less memory: saved tensors are rebuilt in the backward pass instead of held."""
+"""Training in less memory: saved tensors are rebuilt in the backward pass instead of kept."""
 
 from leannorm.saving.context import lean as lean
 from leannorm.saving.models import make_lean as make_lean

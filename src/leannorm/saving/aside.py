@@ -1,8 +1,8 @@
-"""Where torch admits no saved-tensor hooks, a pass takes its own away and sets them again afterwards.
+"""Where torch allows no saved-tensor hooks, a pass removes its own and sets them again afterwards.
 
-torch.func's transforms and `torch.autograd.graph.disable_saved_tensors_hooks` raise where hooks are set. Both
-ask by one function of torch and end by another; while a pass is open, these two are replaced by those below.
-What is saved in between is held, as without `lean()`.
+torch.func's transforms and `torch.autograd.graph.disable_saved_tensors_hooks` raise if hooks are set. Both
+begin with one function of torch and end with another. While a pass is open, these two functions are replaced
+by those below. What is saved in between is kept, as without `lean()`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _disable_in_torch, _enable_in_torch = getattr(_autograd, _DISABLE), getattr(_aut
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.open: list[PassHooks] = []  # set, or taken away for a while
-        self.aside = False
+        self.open: list[PassHooks] = []  # the hooks that are set, or removed for a while
+        self.aside = False  # whether they are removed now
 
 
 _thread = _OfThread()
@@ -32,7 +32,7 @@ _passes = 0  # open in all threads
 
 
 class PassHooks:
-    """Saved-tensor hooks, set within the context. `stepped_aside`: were they taken away for a part of it?"""
+    """Saved-tensor hooks, set within the context. `stepped_aside`: whether they were removed for a while."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self._hooks = pack, unpack
@@ -56,7 +56,7 @@ class PassHooks:
         _thread.aside = _thread.aside and bool(_thread.open)
 
     def remove(self) -> bool:
-        """Take these hooks away before the context ends, where `replace` could replace the first."""
+        """Remove these hooks before the context ends, if they are this thread's and on top."""
         if not (self in _thread.open and self._is_on_top()):
             return False
         _count(-1)
@@ -66,8 +66,8 @@ class PassHooks:
         return True
 
     def _take_away(self) -> None:
-        """These hooks, and no others: of tasks that take turns in one thread, the first to end may lie below
-        the others."""
+        """Remove these hooks and no others: if tasks alternate in one thread, the hooks of the first to end
+        may be below those of the others."""
         above = list[tuple[Any, Any]]()
         while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
@@ -78,8 +78,8 @@ class PassHooks:
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
     def replace(self, make: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]]) -> bool:
-        """Other hooks, from the next tensor on, if these hooks are this thread's and lie on top. For the
-        first hook itself, which torch calls where it does."""
+        """Set other hooks from the next tensor on, if these are this thread's and on top; else return False.
+        The first hook may call it while torch runs that hook."""
         if not (self in _thread.open and self._is_on_top()):
             return False
         hooks = make()
@@ -105,7 +105,7 @@ def _disable(message: str, fail_if_non_empty: bool = True) -> None:
             taken.append(hooks)
     try:
         _disable_in_torch(message, fail_if_non_empty)
-    except RuntimeError:  # others' hooks lie below
+    except RuntimeError:  # there are others' hooks below these
         for hooks in reversed(taken):
             hooks._set()
         raise
@@ -124,7 +124,7 @@ def _enable() -> None:
 
 
 def _count(more: int) -> None:
-    """Torch's two functions are its own where no pass is open."""
+    """Count open passes: torch gets its own two functions back when none is open."""
     global _passes
     with _lock:
         _passes += more

@@ -35,84 +35,82 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
-    """Save less for the backward pass: what can be rebuilt from what is kept anyway is not kept.
+    """Keep fewer tensors for the backward pass, which rebuilds the others from those that are kept.
 
         lean()              keeps at most half of plain PyTorch's bytes, for the least time
         lean("norm")        rebuilds outputs of norms, activations, casts and views
         lean("conv")        also of linear layers, attention and cheap convolutions
         lean(budget=0.3)    keeps at most 0.3 of plain PyTorch's bytes
-        lean(overhead=0.1)  keeps as little as a tenth more time allows
+        lean(overhead=0.1)  keeps as few bytes as a tenth more time allows
         lean(peak=0.6)      lowers the peak of a step to 0.6 of plain PyTorch's, or to "8GiB"
         lean(limit="8GiB")  keeps everything until the process comes near this memory
 
-    In a `with` statement around the forward pass of any eager model, or as a decorator, `@leannorm.lean()`,
-    of a function that runs it; the model is not changed, and `backward()` comes after it.
+    Use it in a `with` statement around the forward pass of any eager model, or as a decorator,
+    `@leannorm.lean()`, of a function that runs one. The model is not changed. Call `backward()` after it.
 
     Args:
-        recompute: without it, and without a goal, at most half of the bytes are kept, at a peak that is no
-            higher than plain PyTorch's: the cheapest set, and what beyond it takes under 0.01 of a step.
-            Where half would take over 0.1 of a step, that much is spent, and `reasons` says so. Plans are
-            made as for a budget. "norm" rebuilds outputs of norms, activations, products, casts and views;
-            "conv" also outputs of convolutions, linear layers and attention's scores that take few operations
-            per byte.
-        budget: in place of `recompute`, the share of the bytes to keep, in (0, 1]. The first forward pass
-            keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
-            all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
-            equal plans.
-        overhead: in place of `budget`, the share of a step's time that `lean` may cost, 0 or more:
-            rebuilds and its own looking at tensors. As few bytes are kept as that time allows, where the
-            peak rises by no more bytes than are kept less. The first plan is made by rates of this device;
-            then steps are timed, alternating with plain ones, and the plan is corrected.
-        peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
-            plain PyTorch's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step
-            allocates: what it saves, gradients, of weights too, what operations need; not what is there
-            before it, such as weights, the optimizer's state or gradients that are added to. The first
-            pass is a timeline of when everything is made, read last and freed; later ones take the least
-            time that fits.
-        limit: in place of these, the memory that the whole process may have: bytes, as `8 * 2**30` or
-            "8GiB", or "device": what the machine, the control group and `ulimit` leave. Everything is kept
-            until memory runs short; then saved tensors are dropped while the forward pass goes on, those
-            that take the least to rebuild first. Sizes may vary from pass to pass. What a backward pass
-            takes is learned at each place. Needs CPU tensors, Linux and the C++ nodes; elsewhere `reasons`
-            says so, and as little is kept as can be.
+        recompute: "norm" rebuilds outputs of norms, activations, elementwise products, casts and views.
+            "conv" also rebuilds outputs of convolutions, linear layers and attention that take few operations
+            per byte. Without it, and without a goal, at most half of the bytes are kept, at the least cost in
+            time and at no higher peak than plain PyTorch's; what costs under 0.01 of a step more is rebuilt
+            too. If half of the bytes would cost over 0.1 of a step, that much time is spent, and `reasons`
+            says so. Plans are made as for a budget.
+        budget: instead of `recompute`, the share of the bytes to keep, in (0, 1]. The first forward pass
+            keeps as little as it can. Later ones rebuild the cheapest tensors that are enough for the budget,
+            or nearly all that can be rebuilt if none are enough. Costs follow from shapes, by a table, so
+            equal passes have equal plans.
+        overhead: instead of `budget`, the share of a step's time that `lean` may cost, 0 or more, its hooks
+            included. As few bytes are kept as that time allows, provided that the peak rises by no more bytes
+            than are no longer kept. The first plan uses the speed of this device. Then steps are timed,
+            alternating with plain ones, and the plan is corrected.
+        peak: instead of these, the most bytes that may be alive at one moment of a step: a share of plain
+            PyTorch's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". This counts what the step allocates:
+            saved tensors, gradients (of weights too) and what operations need. It does not count what was
+            there before, such as weights, the optimizer's state or gradients that are added to. The first
+            pass records when each tensor is made, last read and freed. Later ones take the least time that
+            fits.
+        limit: instead of these, the memory that the whole process may have: bytes, as `8 * 2**30` or
+            "8GiB", or "device" for what the machine, the control group and `ulimit` leave. Everything is kept
+            until memory runs short. Then saved tensors are dropped during the forward pass, those that are
+            cheapest to rebuild first. Sizes may vary from pass to pass. What a backward pass takes is learned
+            for each line that opens a pass. Needs CPU tensors, Linux and the C++ nodes; elsewhere `reasons`
+            says so, and as little is kept as possible.
         held: other saved-tensor hooks for the tensors that must be kept, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
-        head: logits of language models never exist. A linear layer with over three times as many outputs as
-            inputs gives a tensor that is not computed; losses, log-probabilities and entropies read some
-            columns at a time, and what else reads it gets the tensor, computed once (`reasons` says for
-            what). Gradients are then not bit-equal to plain PyTorch's.
+        head: a language model's logits are not computed as a whole. A linear layer with over three times as
+            many outputs as inputs returns a tensor without values. Losses, log-probabilities and entropies
+            compute some columns at a time. Anything else that reads it computes the whole tensor, once, and
+            `reasons` names it. Gradients are then not bit-equal to plain PyTorch's.
         verify: for debugging; keeps everything as plain PyTorch does, rebuilds too, and compares bit for bit
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
-    Every tensor that autograd saves is looked at with the node that made it: the output of a norm follows
-    from the norm's input, that of an activation from its input, a cast, view or copy from what it was made
-    of. The backward pass rebuilds them with the same kernels from the same tensors. Gradients are those of
-    plain PyTorch bit for bit: each kind of step is tried once on the spot, and what does not come out equal
-    is kept.
+    A norm's output can be computed again from the norm's input, an activation from its input, and a cast,
+    view or copy from its source. So `lean` need not keep them: the backward pass calls the same kernels on
+    the same tensors. Gradients equal plain PyTorch's bit for bit: each kind of call is first tried during the
+    forward pass, and a tensor that would be rebuilt with other bits is kept.
 
-    Passes of which a rebuild frees less than 4 MiB are left as they are from their second time at a place on,
-    unless `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
+    If rebuilds would free less than 4 MiB of a pass, the next passes opened at this line are left as they
+    are, unless `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
 
-    `kept_bytes`, `rebuilt_bytes`: saved for the backward pass (storages, each once, without parameters), and
-    left out. `records`: every saved tensor; they add up to those. `plan`: what was chosen, once there is a
-    plan (of "norm", "conv" and `limit` there is none). `reasons`: why nothing, or less than asked, was saved;
-    empty where all is well. What concerns the whole pass (compiled code, others' hooks, a budget, peak or
-    limit out of reach) is also warned of, once per cause.
+    `kept_bytes` are saved for the backward pass and `rebuilt_bytes` are not; both count each storage once,
+    without parameters. `records` has every saved tensor; their bytes add up to those two. `plan` is what was
+    chosen, once there is a plan ("norm", "conv" and `limit` have none). `reasons` says why no memory, or less
+    than asked, was saved; it is empty if all is well. What concerns the whole pass (compiled code, other
+    hooks, a budget, peak or limit out of reach) also gives a warning, once per cause.
 
-    Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
-    `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
-    it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
-    that no node saves, such as between a batch norm and a ReLU or of a residual sum, raise in the backward
-    pass where they change what is sampled of a rebuilt tensor, on a CPU; `verify` finds the others. Nothing
-    happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor hooks that
-    were there first (offloading, checkpointing): those go on as without `lean`. One object may be used for
-    several passes. Of a decorated function each call is a pass, and `function.saved` has the last one's
-    numbers.
+    Editing in place a tensor that autograd saved raises autograd's error in the backward pass, as without
+    `lean`. So does editing a parameter, through .data too, if its old value is needed. Other tensors, such as
+    a residual sum or the output of a batch norm before a ReLU, may be edited where autograd does not see it
+    (under no_grad, through .data). On a CPU a few values of each rebuilt tensor are compared, and the
+    backward pass raises if they changed; `verify` finds every such edit. Under no_grad, in compiled code,
+    under torch.func transforms and within saved-tensor hooks that were set before (offloading,
+    checkpointing), `lean` does nothing. One object may be used for several passes. Each call of a decorated
+    function is a pass, and `function.saved` has the numbers of the last one.
 
-    Raises: `InputError` for an unknown `recompute` (a model, say: that is `make_lean`'s), a `budget`
-    outside (0, 1], a negative `overhead`, a `peak` that is neither share nor bytes, a `limit` that is no
-    bytes, two of them, a `held` that is no hooks, or what it cannot decorate (classes, generators,
+    Raises: `InputError` for an unknown `recompute` (for a model, call `make_lean`), a `budget` outside
+    (0, 1], a negative `overhead`, a `peak` that is neither a share nor bytes, a `limit` that is not in bytes,
+    two of these, a `held` that is not hooks, or something that it cannot decorate (classes, generators,
     coroutines); at the first pass for a `limit` below what the process has; in the backward pass
     `RebuildError` for a rebuilt tensor that is not the one that was saved.
 
@@ -161,7 +159,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         self.place: Hashable = None
         self.plan: RebuildPlan | None = None
         self._reasons: list[str] = []
-        self._tells_why = False  # is it also told why operations' outputs are held?
+        self._tells_why = False  # whether `reasons` also says why outputs of operations are kept
 
     @left_to_python
     def __enter__(self) -> lean:
@@ -175,7 +173,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
-            self._reasons.append(passed.refused)  # now, as a checkpoint ends its second run by an error
+            self._reasons.append(passed.refused)  # now: an error ends a checkpoint's second run early
         self._told += [passed.told] if passed.told is not None else []
         self._open.append((get_ident(), passed))
         return self
@@ -204,7 +202,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             passed.forget()
 
     def __call__(self, function: _Function) -> _Function:
-        """The function, of which each call is a pass; `function.saved` is the last one's `lean` object."""
+        """The function, made to run in `lean()`: `function.saved` is the `lean` object of its last call."""
         unfit = inspect.isclass, inspect.isgeneratorfunction, inspect.iscoroutinefunction
         if not callable(function) or isinstance(function, nn.Module) or any(kind(function) for kind in unfit):
             raise _undecorated(function)
@@ -213,7 +211,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if traced():  # which no context that was made outside may enter
+            if traced():  # traced code may not enter a context that was made outside of it
                 if not exporting():
                     reasons.warn_compiled()
                 return function(*args, **kwargs)
@@ -228,11 +226,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         return [opened for opened in self._open if opened[0] == get_ident()]
 
     def __reduce__(self) -> tuple[partial[lean], tuple[()]]:
-        """A copy has the same settings, and no passes."""
+        """How to copy or pickle it: the copy has the same settings, and no passes."""
         return partial(type(self), **self._arguments), ()
 
     def __repr__(self) -> str:
-        """One line: what the last pass kept, what its backward pass rebuilds, the plan, and why no more."""
+        """One line: what the last pass kept, what its backward pass rebuilds, the plan, and the reasons."""
         told = [
             f"{bytes_in_words(self.kept_bytes)} kept, {bytes_in_words(self.rebuilt_bytes)} to rebuild"
             if self.records
@@ -244,7 +242,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     @property
     def reasons(self) -> list[str]:
-        """Why nothing, or less than asked, was saved; what holds a twentieth of all bytes is named."""
+        """Why no memory, or less than asked, was saved; names what keeps a twentieth or more of all bytes."""
         held = reasons.by_bytes(self._ledger.rows()) if self._tells_why else ()
         of_heads = [reason for told in self._told for reason in told.reasons()]
         return [*self._reasons, *of_heads, *held]
@@ -256,12 +254,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     @property
     def rebuilt_bytes(self) -> int:
-        """Bytes that plain PyTorch would keep in addition to those, and that the backward pass rebuilds."""
+        """Bytes that plain PyTorch would also keep, and that the backward pass rebuilds."""
         return self._ledger.rebuilt()
 
     @property
     def records(self) -> list[Record]:
-        """Every tensor that the last forward pass saved; bytes are counted at the first of each storage."""
+        """Every tensor that the last forward pass saved; a storage counts at the first tensor that has it."""
         return self._ledger.records()
 
     def _repr_html_(self) -> str:
@@ -270,12 +268,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
 _NOTHING = (None,) * 5
 _NAMES = str, type(None)
-_NAMED: dict[str | None, tuple[dict[str, Any], Settings]] = {}  # of those that `recompute` alone says
+_NAMED: dict[str | None, tuple[dict[str, Any], Settings]] = {}  # if `recompute` is the only argument
 _NO_LEDGER = Ledger()  # before the first pass
 
 
 def _not_a_setting(given: object) -> InputError:
-    """A model or a function in the place of the first argument."""
+    """The error for a model or a function that was given as the first argument."""
     if isinstance(given, nn.Module):
         remedy = "leannorm.make_lean(model), or with leannorm.lean(): around model(...)"
     else:
@@ -284,7 +282,7 @@ def _not_a_setting(given: object) -> InputError:
 
 
 def _undecorated(given: object) -> InputError:
-    """What has no one forward pass, from its call to its return."""
+    """The error for something whose forward pass is not one call, from its start to its return."""
     if isinstance(given, nn.Module):
         return InputError(f"lean() decorates functions; of a {type(given).__name__} write make_lean(model)")
     what = f"the class {given.__name__}" if inspect.isclass(given) else f"{given!r}"

@@ -1,4 +1,4 @@
-"""What tells tensors apart: is it a parameter, and are two of them alike, bit for bit?"""
+"""Whether a tensor is a parameter, and whether two tensors are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RebuildError(LeannormError, RuntimeError):
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Is it a parameter or a view of one? Those exist without autograd too, also where they are frozen."""
+    """Whether it is a parameter, frozen or not, or a view of one: those exist without autograd too."""
     base = tensor._base
     if base is None:
         base = tensor

@@ -1,4 +1,4 @@
-"""Torch's global flags on which a kernel's bits depend: recorded in the forward pass, set for a rebuild."""
+"""Torch's global flags that change a kernel's bits: recorded in the forward pass, set for a rebuild."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 class _Flag(NamedTuple):
-    """`get()` is what kernels see, `set` makes them see it; `restore(state())` leaves the flag as it is."""
+    """`get()` is the value that kernels see, `set` changes it, and `restore(state())` changes nothing."""
 
     get: Callable[[], Any]
     set: Callable[[Any], None]
@@ -25,7 +25,7 @@ class _Flag(NamedTuple):
 
 
 def _plain(*names: str) -> list[_Flag]:
-    """Flags of `torch._C`, by what follows `_get_` and `_set_`; those that this release of torch has."""
+    """Flags of `torch._C`, by the name behind `_get_` and `_set_`, if this release of torch has them."""
     flags = []
     for name in names:
         get, set_ = (getattr(torch._C, f"_{verb}_{name}", None) for verb in ("get", "set"))
@@ -38,14 +38,14 @@ def _give(set_: Callable[..., None], value: Any) -> None:
     set_(*value) if isinstance(value, tuple) else set_(value)
 
 
-# None where this torch has one setting for all
+# None if this torch has one precision for all backends
 _get_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
-_OTHER = {"ieee": "tf32"}  # a precision unlike a given one; unlike all others is "ieee"
+_OTHER = {"ieee": "tf32"}  # a precision that differs from the given one: "ieee" if it is not listed
 
 
 def _precision(*places: tuple[str, str]) -> list[_Flag]:
-    """The precision inside float32 products (TF32, bfloat16 or full) of (backend, operation)."""
+    """Flags of the precision inside float32 products (TF32, bfloat16 or full), by (backend, operation)."""
     if _get_precision is None or _set_precision is None:
         return []
     return [
@@ -60,14 +60,16 @@ def _precision(*places: tuple[str, str]) -> list[_Flag]:
 
 
 def _prescribe(backend: str, operation: str, precision: str) -> None:
-    """Full precision that nobody has asked for is "none"; where another would be inherited, it is "ieee"."""
+    """Make kernels see `precision`. "none" is full precision that nobody has set, and inherits: if another
+    one would be inherited, set "ieee"."""
     _set_precision(backend, operation, precision)
     if _get_precision(backend, operation) != precision:
         _set_precision(backend, operation, "ieee")
 
 
 def _follows(at: tuple[str, str], above: tuple[str, str]) -> bool:
-    """Does `at` follow the precision of `above`? Torch does not tell: it is changed for a moment."""
+    """Whether `at` inherits the precision of `above`. Torch does not say, so `above` is changed for a moment
+    and `at` is read."""
     now, before = _get_precision(*at), _own(*above)
     _set_precision(*above, _OTHER.get(now, "ieee"))
     try:
@@ -77,7 +79,7 @@ def _follows(at: tuple[str, str], above: tuple[str, str]) -> bool:
 
 
 def _own(backend: str, operation: str) -> str:
-    """The precision that is set here, or "none" if it is that of the backend, or of all backends."""
+    """The precision that is set here, or "none" if it is inherited from the backend or from all backends."""
     at, above = (backend, operation), (backend, "all") if operation != "all" else ("generic", "all")
     now: str = _get_precision(*at)
     inherited = at != above and _get_precision(*above) == now and _follows(at, above)
@@ -90,8 +92,8 @@ _CONV, _PRODUCTS, _CUDA = ("cuda", "conv"), ("cuda", "matmul"), ("cuda", "all")
 def _cudnn() -> list[_Flag]:
     """The precision of cuDNN's convolutions.
 
-    They begin as TF32 unless a precision is set above them, which no setter makes again. So while they follow
-    what is above, that is set for them, and cuBLAS's products keep theirs.
+    At first it is TF32 unless a precision is set above it; no setter restores that state. So while it follows
+    what is above, this sets the precision above, and sets that of cuBLAS's products back.
     """
     if _get_precision is None or _set_precision is None:
         return []
@@ -121,7 +123,7 @@ def _cudnn() -> list[_Flag]:
 
 
 _deterministic = torch._C._get_deterministic_algorithms
-_only_warns = torch._C._get_deterministic_algorithms_warn_only  # of what has no deterministic kernel
+_only_warns = torch._C._get_deterministic_algorithms_warn_only  # instead of raising an error
 
 
 def _set_deterministic(value: bool) -> None:
@@ -132,7 +134,7 @@ def _set_only_warns(value: bool) -> None:
     torch._C._set_deterministic_algorithms(_deterministic(), warn_only=value)
 
 
-# Torch does not tell whether this thread flushes denormal numbers: the smallest of them is equal to 0 then
+# Torch does not say whether this thread flushes denormal numbers; if it does, the smallest one equals 0
 _flushes: Callable[[], bool] = partial(struct.unpack("<d", (1).to_bytes(8, "little"))[0].__eq__, 0.0)
 
 
@@ -174,7 +176,7 @@ class Flags(tuple[Any, ...]):
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Set these flags within the context; those that have the value already are not touched."""
+        """Set these flags within the context, except those that have the value already."""
         pairs = zip(_FLAGS, self, current(), strict=True)
         changes = [(flag, ours, flag.state()) for flag, ours, theirs in pairs if ours != theirs]
         try:
@@ -200,7 +202,7 @@ _AS_IT_IS = nullcontext()
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Turns autocast off, as a rebuild repeats kernels with the dtypes of the forward pass."""
+    """Turn autocast off, since a rebuild calls kernels with the dtypes that the forward pass gave them."""
     if not torch._C._is_any_autocast_enabled():
         return _AS_IT_IS
     stack = ExitStack()

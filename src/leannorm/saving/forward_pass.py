@@ -43,13 +43,13 @@ class Settings(NamedTuple):
 
     @property
     def may_be_small(self) -> bool:
-        """May a small pass be left as it is? Not if a setting asks for something else."""
+        """Whether a small pass may be left as it is, as no setting asks for something else."""
         plain = self.goal in (None, HALF)
         return plain and self.hooks is None and not (self.verify or self.head)
 
     @property
     def may_be_watched(self) -> bool:
-        """Was time asked for that a step, as it is, may take?"""
+        """Whether the setting allows an overhead in time, which is then measured on the user's own steps."""
         return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)
 
 
@@ -58,8 +58,8 @@ class ForwardPass:
 
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
         self._settings, self.ledger, self._line = settings, ledger, line
-        self._place: Hashable = None  # of passes that may be small
-        self._watch: Watch | None = None  # of passes whose time was asked for
+        self._place: Hashable = None  # set if the pass may be small
+        self._watch: Watch | None = None  # set if its time is measured
         if line is not NEVER_SMALL and settings.may_be_small:
             self._place = line, settings.policy
         elif line is not NEVER_SMALL and settings.may_be_watched:
@@ -74,16 +74,16 @@ class ForwardPass:
         self._recorded: RecordedPass | None = None
         self._first: FirstTensor | None = None
         self._timer: Timer | None = None
-        self._is_plain = False  # to be compared with passes that follow the plan
+        self._is_plain = False  # whether it is run to be compared with passes that follow the plan
         self.refused: str | None = None  # why no hooks were set
-        self._freed_within = False  # was most of it gone before this one closed?
+        self._freed_within = False  # whether most of what it saved was freed before it closed
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
-        self._nodes = 0  # of autograd, when it was opened
-        self.told: Told | None = None  # of logits that are not computed
+        self._nodes = 0  # how many autograd had made when it was opened; from `close` on, how many it made
+        self.told: Told | None = None  # notes on logits that are not computed
 
     def open(self) -> None:
-        """Set the hooks, unless `refusal` has a reason against it."""
+        """Set the hooks, unless `refusal` gives a reason not to."""
         number = timing.opened()
         self.refused = refusal()
         if self.refused is not None:
@@ -108,7 +108,7 @@ class ForwardPass:
         self._nodes = nodes_made()
 
     def _first_hook(self, number: int) -> Any:
-        """Of a pass that is left alone, or without a graph until it saves something; None for all others."""
+        """The hook for the first tensor of a pass that is plain, or opened under no_grad; else None."""
         least, most = 0.0, -1.0
         if self._watch is not None and torch.is_grad_enabled():
             kind = self._watch.next()
@@ -135,17 +135,17 @@ class ForwardPass:
         return self._recorded.pack
 
     def _look_from_here(self) -> bool:
-        """From the next tensor on; False if that could not be."""
+        """Start recording with the next tensor; False if the hooks cannot be replaced."""
         return self._set is not None and self._set.replace(self._hooks_from_here)
 
     def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if self._is_plain:
-            self._following = None  # it is none of the passes that are planned
+            self._following = None  # its first tensor is not that of a planned pass
         return self._begin(True), recorded.LOG.record_unpack
 
     @property
     def _is_left(self) -> bool:
-        """Is it left as it is, but for its first tensor?"""
+        """Whether the pass was not recorded: nothing was examined except its first tensor."""
         return self._first is not None and self._recorded is None
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class ForwardPass:
         self._nodes = nodes
 
     def forget(self) -> None:
-        """Let go of what only a plan is made from, and of what a small pass has held."""
+        """Release what is only used to make a plan, and the tensors that a small pass has kept."""
         if self._recorded is not None:
             self._recorded.forget()
         if self._first is not None:
@@ -177,13 +177,13 @@ class ForwardPass:
         return None if self._settings.goal is None else self._settings.goal.limit
 
     def left(self) -> str | None:
-        """End a pass that was left alone in one step: returns why, or None where more is to be done."""
+        """Why the pass was left alone, after ending it in one step; None if `close` must end it."""
         return None
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         made, following = self._recorded, self._following
-        if self._freed_within or self.refused is not None:  # what is left says neither the size nor a plan
+        if self._freed_within or self.refused is not None:  # what is left has neither the size nor a plan
             return None
         if self._watch is not None and self._timer is not None:
             self._watch.timers.append(self._timer)
@@ -209,7 +209,7 @@ class ForwardPass:
         return following.plan
 
     def _was_left(self) -> None:
-        """The next one is no plain one, if this was another pass than those that are measured."""
+        """Let the next pass follow a plan if this one was not one of those that are measured."""
         if self._watch is not None and self._nodes > 2 * self._watch.nodes:
             self._watch.loop = None
 
@@ -236,7 +236,7 @@ class ForwardPass:
         watch.plan = following.plan._replace(made_for=following.plan.made_for.without_lines())
 
     def _missed(self, plan: RebuildPlan | None) -> str | None:
-        """That the budget, the peak or the limit is out of reach, if it is."""
+        """The reason that the budget, the peak or the limit is out of reach, if it is."""
         goal = self._settings.goal
         if goal is None or self._freed_within:
             return None
@@ -250,8 +250,8 @@ class ForwardPass:
         return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
     def tells_why(self, plan: RebuildPlan | None) -> bool:
-        """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for, nor
-        of the little that a backward pass has left."""
+        """Whether `reasons` says why outputs of operations are kept. It does not if a plan keeps as much as
+        was asked for, nor if a backward pass has already freed most tensors."""
         return not self._freed_within and (self._settings.goal is None or self._missed(plan) is not None)
 
     @staticmethod
@@ -259,7 +259,7 @@ class ForwardPass:
         return [reasons.NOTHING] if torch.is_grad_enabled() else []
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
-        """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
+        """Why no memory, or less than asked, was saved: first the causes that concern the whole pass."""
         counts: Counter[str] = Counter() if self._recorded is None else self._recorded.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self.refused is not None:
@@ -294,7 +294,7 @@ def refusal() -> str | None:
     """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED
-    if recording():  # a saved tensor that hooks have had is detached in the graph
+    if recording():  # a tensor that hooks had packed would be detached in the graph
         return reasons.TRACED
     return reasons.HOOKS_AROUND if _others_hooks() else None
 
@@ -307,6 +307,6 @@ def _no_head() -> str | None:
 
 
 def _others_hooks() -> bool:
-    """Are the hooks that are set now another's?"""
+    """Whether the hooks that are set now are not `lean`'s."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and top[1] not in (unpack, recorded.LOG.record_unpack)

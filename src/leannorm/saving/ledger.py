@@ -1,4 +1,4 @@
-"""The bytes that are held for the backward pass, and those that it will rebuild."""
+"""The bytes that are kept for the backward pass, and those that it will rebuild."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from leannorm.saving.small import Kept
 class Record(NamedTuple):
     """One tensor that the forward pass saved: what made it, its bytes, and whether it is rebuilt.
 
-    `node`: the operator that made it, "" where none was seen. `bytes`: of its storage, or 0 if an earlier
-    record has counted that storage; so records add up to `kept_bytes` and `rebuilt_bytes`. `why`: of an
-    operation's output that is held, the reason.
+    `node`: the operator that made it, or "" if none was seen. `bytes`: of its storage, or 0 if an earlier
+    record has counted that storage, so that records add up to `kept_bytes` and `rebuilt_bytes`. `why`: the
+    reason why an operation's output is kept.
     """
 
     node: str
@@ -44,7 +44,7 @@ class Rows(Protocol):
 
 
 class Ledger:
-    """Counts storages, not tensors. Parameters are not counted: they exist without autograd, too."""
+    """Counts storages, not tensors. It leaves out parameters, which exist without autograd, too."""
 
     def __init__(self) -> None:
         self._plain: list[Row] = []
@@ -55,7 +55,7 @@ class Ledger:
         self._passes.append(saved)
 
     def close(self, kept: Iterable[Kept] = ()) -> None:
-        """Add tensors that were kept before a pass was looked at."""
+        """Add the tensors that a pass kept before it was recorded."""
         self._plain += _plain_rows(kept)
 
     def records(self) -> list[Record]:
@@ -63,11 +63,11 @@ class Ledger:
         return [Record._make(row) for row in self.rows()]
 
     def all_bytes(self) -> int:
-        """Bytes held, and to be rebuilt."""
+        """Bytes kept, and to be rebuilt."""
         return self.kept() + self.rebuilt()
 
     def kept(self) -> int:
-        """Bytes held for the backward pass."""
+        """Bytes kept for the backward pass."""
         return sum(one.kept for one in self._passes) + sum(row[3] for row in self._plain)
 
     def rebuilt(self) -> int:

@@ -1,4 +1,4 @@
-"""One forward pass that is left alone, unless its first tensor says that it is another one."""
+"""One forward pass that is left alone, unless its first tensor shows that it is not the usual one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pass_at(settings: Settings, ledger: Ledger, line: Hashable) -> ForwardPass:
 
 
 class LeftPass(ForwardPass):
-    """Few lines, since they take a share of a small step; a ForwardPass once it looks at tensors."""
+    """A pass that costs little, as its step is short. It becomes a usual ForwardPass if it is recorded."""
 
     def __init__(self, place: Hashable, alone: Alone, *given: Any) -> None:
         self._alone, self._at, self._given = alone, place, given
@@ -31,7 +31,7 @@ class LeftPass(ForwardPass):
         self.told = None
 
     def open(self) -> None:
-        """Set the hook, unless there is a reason against it."""
+        """Set the hook, unless `refusal` gives a reason not to."""
         timing.opened()
         self._first: FirstTensor | None = None
         self.refused = refusal()
@@ -50,7 +50,7 @@ class LeftPass(ForwardPass):
         return super()._look_from_here()
 
     def left(self) -> str | None:
-        """All of the below at once, of a pass that was like the last one; None of any other."""
+        """Do in one step what the methods below do, if the pass was like the last one; else return None."""
         first, alone = self._first, self._alone
         if first is None or first.is_other or not (first.is_over and first.kept):
             return None
@@ -65,7 +65,7 @@ class LeftPass(ForwardPass):
         return self._first is not None and self._first.is_other
 
     def close(self) -> None:
-        """Remove the hook, if it is still there."""
+        """Remove the hook, if it is still set."""
         if self._first is None:
             return
         assert self._set is not None
@@ -78,13 +78,13 @@ class LeftPass(ForwardPass):
             self.ledger.add(self._alone.seen.rows)
 
     def learn(self) -> RebuildPlan | None:
-        """The next pass is looked at, if this one was another than the last that was."""
+        """Have the next pass recorded, if this one was not like the last that was recorded."""
         if self._is_other or (self._first is not None and self._alone.is_other(self._nodes)):
             small.note(self._at, None)
         return None
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
-        """Why it was left alone."""
+        """Why the pass was left alone."""
         if self._is_other:
             return super().reasons(plan)
         if self.refused is not None:

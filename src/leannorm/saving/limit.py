@@ -1,6 +1,6 @@
-"""`limit=`: the memory that the process may have, what it has, and what passes leave to the next ones.
+"""`limit=`: the memory that the process may have, what it has, and what passes have learned.
 
-What is dropped, and when, is decided in C++ (csrc/nodes/record/limit.h).
+C++ decides what is dropped, and when (csrc/nodes/record/limit.h).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from leannorm._report import bytes_in_words
 from leannorm.autograd.nodes import NODES
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 2**60  # bytes: systems write a larger number where nothing is limited
+_UNLIMITED = 2**60  # bytes: without a limit, systems write a larger number
 _MAX_PLACES = 256
 
 _LEARNED: dict[Hashable, Any] = {}  # by the line that opens a pass
 
 
 class Limit(NamedTuple):
-    """Of one pass. `learned`: what passes at its place have learned; `before`: bytes when it began."""
+    """The limit of one pass. `learned`: by the passes of its line. `before`: the process's bytes when it
+    began."""
 
     nbytes: int
     learned: Any
@@ -30,14 +31,14 @@ class Limit(NamedTuple):
 
     @property
     def is_passed(self) -> bool:
-        """Had the process more before the pass?"""
+        """Whether the process had more than the limit before the pass."""
         return self.before > self.nbytes
 
 
 def begin(asked: int | str, line: Hashable) -> Limit | None:
-    """The limit of a pass that begins now. None: nobody says here what the process has.
+    """The limit of a pass that begins now; None on a system that does not say what the process has.
 
-    Raises: `InputError` where the first pass of a line cannot be within it, whatever is dropped.
+    Raises: `InputError` if the first pass of a line is over the limit before it begins.
     """
     before = 0 if NODES is None else NODES.bytes_in_use()
     if not before:
@@ -59,8 +60,8 @@ def begin(asked: int | str, line: Hashable) -> Limit | None:
 def device_bytes(in_use: int) -> int:
     """The most that this process, which has `in_use` bytes, may have here.
 
-    That is what the machine has left, or less where the process's control group or `ulimit` says so. Of
-    several processes that one launcher started on this machine, each may have an equal share.
+    That is what the machine has left, or less if the process's control group or `ulimit` says so. If one
+    launcher started several processes on this machine, each may have an equal share.
     """
     found = [*_of_machine(in_use), *_of_groups(), *_of_process(in_use)]
     if not found:
@@ -79,7 +80,7 @@ def _of_machine(in_use: int) -> Iterator[int]:
 
 
 def _of_groups() -> Iterator[int]:
-    """The limits of the control groups that this process is in, of both versions."""
+    """The limits of the control groups that this process is in, of version 1 and 2."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -118,7 +119,7 @@ def _of_process(in_use: int) -> Iterator[int]:
 
 
 def _lines(path: str) -> Iterator[tuple[str, int]]:
-    """The figures of a file of lines `Name:   123 kB`, in bytes."""
+    """The names and bytes in a file of lines such as `Name:   123 kB`."""
     try:
         text = Path(path).read_text()
     except OSError:

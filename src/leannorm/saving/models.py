@@ -36,8 +36,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 class _LeanForward:
     """A model's `forward` attribute: runs the class's forward in `lean()`.
 
-    A `with` statement around the call closes on every exit, also on KeyboardInterrupt, where torch's
-    forward hooks do not run. Replicas of a model share this object, so a pre-hook records which module is
+    A `with` statement around the call closes on every exit, also on KeyboardInterrupt, after which torch
+    runs no forward hooks. Replicas of a model share this object, so a pre-hook records which module is
     called.
     """
 
@@ -47,7 +47,7 @@ class _LeanForward:
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._local = threading.local()
-        self._references = 0  # to this object, when it was last found to have one owner
+        self._references = 0  # how many there were when this object was last found to have one owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traced():
@@ -71,34 +71,34 @@ class _LeanForward:
         return f"lean forward: {self.saved or 'before its first pass'}"
 
     def _called(self, module: nn.Module, inputs: object) -> None:
-        if not traced() and module.__dict__.get(_ATTRIBUTE) is self:  # a shallow copy has the same hooks
+        if not traced() and module.__dict__.get(_ATTRIBUTE) is self:  # a shallow copy shares its hooks
             self._local.module = module
 
     def _run(self, module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         module = self._only_model() if module is None else module
-        return type(module).forward(module, *args, **kwargs)  # torch 2.10 compiles no method bound by hand
+        return type(module).forward(module, *args, **kwargs)  # torch 2.10 cannot compile forward.__get__
 
     def _only_model(self) -> nn.Module:
-        """The model whose `forward` was called by name, past the pre-hook that records which one it is."""
+        """The model whose `forward` was called by name, so that no pre-hook recorded which one it is."""
         model = self._model()
         if not traced() and (model is None or sys.getrefcount(self) > self._references):
             owners = self._owners()
             if len(owners) > 1:
                 raise InputError(
                     f"{len(owners)} modules share this lean forward, as copy.copy(model) makes them, and"
-                    " .forward(...) does not tell which one is meant: call the module itself, or"
+                    " .forward(...) does not say which one is meant: call the module itself, or"
                     " leannorm.make_lean(copy)"
                 )
-            if owners and owners[0] is not model:  # a copy, and the model is gone or lean no more
+            if owners and owners[0] is not model:  # only a copy is left: the model is gone, or not lean now
                 model, self._model = owners[0], weakref.ref(owners[0])
-            self._references = sys.getrefcount(self)  # others hold it, too
+            self._references = sys.getrefcount(self)  # hooks and others refer to it, too
         assert model is not None
         return model
 
     def _owners(self) -> list[nn.Module]:
-        """The modules that are lean by this object: the model, and shallow copies of it."""
+        """The modules that this object makes lean: the model, and shallow copies of it."""
         attributes = [d for d in gc.get_referrers(self) if isinstance(d, dict) and d.get(_ATTRIBUTE) is self]
         return [
             module
@@ -108,7 +108,7 @@ class _LeanForward:
         ]
 
     def _forward(self) -> Any:
-        """The model's own, for who looks at it."""
+        """The model's own `forward`, for code that inspects it."""
         if self.inner is not None:
             return self.inner
         model = self._model()
@@ -129,7 +129,7 @@ class _LeanForward:
         return inspect.signature(self._forward())
 
     def __getattr__(self, name: str) -> Any:
-        if name in _METHOD_ATTRIBUTES:  # exporters read these of a model's `forward`
+        if name in _METHOD_ATTRIBUTES:  # exporters read these attributes of a model's `forward`
             return getattr(self._forward(), name)
         raise AttributeError(name)
 
@@ -139,12 +139,12 @@ class _LeanForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         model = state["_model"]
-        of = (lambda: None) if model is None else weakref.ref(model)  # it may be gone, and copies of it not
+        of = (lambda: None) if model is None else weakref.ref(model)  # a copy may outlive the model
         self.__dict__.update(state, _model=of, _local=threading.local(), _references=0)
 
 
 def last_pass(model: nn.Module) -> lean | None:
-    """What the last forward pass of a `make_lean` model in this thread kept; None where there was none."""
+    """The `lean` object of a `make_lean` model's last forward pass in this thread; None if there was none."""
     around = model.__dict__.get(_ATTRIBUTE)
     return None if around is None else around.saved
 
@@ -163,22 +163,23 @@ def make_lean(
 ) -> _Model:
     """Let every forward pass of `model` run in `lean` with these settings, and return the model.
 
-    For training loops that cannot be edited. A forward hook and an attribute `forward` are added; parameters,
-    state_dict and class stay as they are. On a model that is lean already the new settings replace the old
-    ones. Compiled, the model runs as without, and a warning says so once. `model.forward.saved` is the `lean`
-    object of the last pass in this thread: what it kept, and why no less; None before the first pass.
+    It is for training loops that cannot be edited. It adds a forward hook and an attribute `forward`;
+    parameters, state_dict and class stay as they are. On a model that is lean already the new settings
+    replace the old ones. A compiled model runs as without `lean`, and a warning says so once.
+    `model.forward.saved` is the `lean` object of the last pass in this thread: what it kept, and why no less.
+    It is None before the first pass.
 
-    Passes of which a rebuild frees less than 4 MiB are left as they are from this model's second one on,
-    unless `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
+    If rebuilds would free less than 4 MiB of a pass, this model's next passes are left as they are, unless
+    `budget`, `overhead`, `peak`, `limit`, `held` or `verify` is given.
 
     Args:
         model: any model; it is changed in place.
         recompute, budget, overhead, peak, limit, held, verify, head: as in `lean`: what is rebuilt, the
             share of the bytes to keep, the share of a step's time to spend, the peak of a step, the memory
-            of the process, the hooks for what must be kept, a check, and logits that are not computed. What
-            the loss allocates outside of the model's forward pass is not known to a peak; a limit learns it.
+            of the process, the hooks for what must be kept, a check, and logits that are not computed. A peak
+            cannot count what the loss allocates outside of the model's forward pass; a limit learns it.
 
-    Raises: `InputError` as `lean` does; the model is unchanged then.
+    Raises: `InputError` as `lean` does; the model is then unchanged.
 
     >>> import torch, leannorm
     >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
@@ -189,7 +190,7 @@ def make_lean(
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
     settings |= {"limit": limit, "held": held, "verify": verify, "head": head}
     _checks.module(model, "make_lean")
-    lean(**settings)  # raises where there are no such settings
+    lean(**settings)  # raises if the settings are wrong
     unmake_lean(model)
     around = _LeanForward(model, settings)
     model.__dict__["forward"] = model.__dict__[_ATTRIBUTE] = around
@@ -199,7 +200,7 @@ def make_lean(
 def unmake_lean(model: _Model) -> _Model:
     """Undo `make_lean` and return the model; a model that is not lean stays as it is.
 
-    Raises: `InputError` for what is no module.
+    Raises: `InputError` if it is not a module.
 
     >>> import torch, leannorm
     >>> model = leannorm.unmake_lean(leannorm.make_lean(torch.nn.Linear(2, 2)))

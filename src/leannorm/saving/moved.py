@@ -1,4 +1,4 @@
-"""`held=`: held tensors go through other saved-tensor hooks: to the host, to a file, compressed."""
+"""`held=`: tensors that are kept go through other saved-tensor hooks: to the host, to a file, compressed."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def hooks_of(held: saved_tensors_hooks | tuple[Any, Any]) -> Hooks:
     if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
         return Hooks(*held)
     raise InputError(
-        "held is a context of saved-tensor hooks, such as torch.autograd.graph.save_on_cpu(), or a pair "
+        "held must be a context of saved-tensor hooks, such as torch.autograd.graph.save_on_cpu(), or a pair "
         f"(pack, unpack) of functions; got {held!r}"
     )

@@ -1,17 +1,17 @@
 """What an operator is: one table for `lean()` and for compiled code.
 
-Most rows follow from an operator's schema and tags: a view shows its argument's memory, what is tagged
-`pointwise` is computed element by element, what draws random numbers or writes into an argument happens once.
-`OPERATORS` has the others, by name. Its kinds:
+An operator's schema and tags say most: a view shows its argument's memory, an operator tagged `pointwise`
+computes element by element, and one that draws random numbers or writes into an argument is never called
+again. `OPERATORS` lists the others, by name. Its kinds:
 
-    view     no memory of its own
-    fused    computed element by element: a compiler puts it into the kernel that reads it
-    reduced  reads as those do, and writes
-    pass     a kernel of its own, at the speed of memory
-    window   as a pass, of several reads for each value: rebuilt where products are
-    product  operations per byte count
-    empty    memory without contents, which a compiler leaves out
-    once     never called again: random numbers, collectives, what changes its arguments
+    view     has no memory of its own
+    fused    computes element by element: a compiler puts it into the kernel that reads the result
+    reduced  reads as a fused one does, and writes its result to memory
+    pass     is a kernel of its own, at the speed of memory
+    window   as pass, but reads several values for each result: rebuilt where products are
+    product  is priced by its operations too, as it has many per byte
+    empty    returns memory without contents, which a compiler leaves out
+    once     is never called again: random numbers, collectives, writes into arguments
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Kind = Literal["view", "fused", "reduced", "pass", "window", "product", "empty",
 
 
 class Operator(NamedTuple):
-    """One row. Positions count the arguments of the schema.
+    """One row of the table. Positions count the arguments of the schema.
 
-    `formula`: of its operations. `writes`: arguments that it writes and its schema does not say so, where the
-    argument `gate` is true. `adds`: it adds tensors of the result's size, as a residual connection does.
-    `fills`: it works in place and never reads what was there. `instead`: the operator that makes its first
-    result from others of its results; `sources` are that operator's arguments: by number one of this call,
-    by a string one of its results, or None.
+    `formula`: how to count its operations. `writes`: arguments that it writes although its schema does not
+    say so, if the argument at `gate` is true. `adds`: it adds tensors of the result's size, as a residual
+    connection does. `fills`: it works in place and never reads what was there. `instead`: an operator that
+    computes its first result from its other results. `sources`: that operator's arguments, each an argument
+    of this call (a number), a result of it (a string) or None.
     """
 
     kind: Kind
@@ -47,7 +47,8 @@ def _rows(kind: Kind, names: str, space: str = "aten", **fields: object) -> dict
 
 _CHANNEL = "leannorm::channel_normalize"
 SCALE_AND_SHIFT = "scale and shift"
-"""What batch norm's result follows from: its input, and a scale and a shift that its statistics give."""
+"""Instead of an operator: batch norm's result is its input times a scale plus a shift, which follow from its
+statistics."""
 
 OPERATORS: dict[str, Operator] = {
     **_rows("product", "mm bmm addmm baddbmm _scaled_mm linear _grouped_mm", formula="matrix"),
@@ -129,6 +130,6 @@ _IN_ANY_ORDER = (
     " _scaled_dot_product_cudnn_attention_backward"
 )
 VARYING = tuple(_rows("once", _IN_ANY_ORDER))
-"""On a device threads add or write here in any order, so that equal calls may give other bits, unless torch
-is asked for deterministic algorithms, whose list in torch's documentation this follows. In-place forms are
-meant, too. Transposed convolutions are others, which the log finds by their arguments."""
+"""On a device, these operators and their in-place forms add or write in any order, and so do transposed
+convolutions. Equal calls may then give different bits, unless torch uses deterministic algorithms, whose list
+in torch's documentation this follows."""

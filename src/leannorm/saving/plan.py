@@ -1,6 +1,6 @@
-"""What a goal chooses of one forward pass: the lines of its step, and a point of them.
+"""Which tensors of a forward pass are rebuilt: a plan is the point that a goal takes on the lines of a step.
 
-A pass without a plan rebuilds all that it can; from its sizes and prices the plan for the next ones is made.
+A pass without a plan rebuilds all that it can. Its sizes and prices make the plan for the next ones.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from leannorm.planning.plan import Plan, by_overhead
 from leannorm.planning.plan import plan as point_for
 from leannorm.planning.timeline import Outcome
 
-Taken = list[tuple[str, float]]  # by call of an operator its name, and the seconds that it took
-Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor, and its number among all that was saved
+Taken = list[tuple[str, float]]  # by call of an operator, its name and the seconds that it took
+Call = tuple[Any, ...]  # node, shape, strides and dtype of a saved tensor, and its number among all of them
 
 
 class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
-    `places`: for each value of the step, the tensors that share its memory, by index. `whys`: why others
-    could not be rebuilt. `again`: the same at the prices of another pass, by the seconds of its calls; None
-    where these say nothing.
+    `places`: for each value of the step, the tensors that share its memory, by index. `whys`: for tensors
+    that cannot be rebuilt, by index, the reason. `again`: the same pass at the prices of another
+    one, by the seconds of its calls; None if they say nothing.
     """
 
     calls: tuple[Call, ...]
     lines: Lines
     places: tuple[tuple[int, ...], ...]
-    hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
+    hooks: float = 0.0  # seconds that the hooks themselves take if everything is kept
     whys: Mapping[int, str] = {}
     again: Callable[[Taken], Pass | None] | None = None
 
     def without_lines(self) -> Pass:
-        """What passes that follow a plan read of its pass: the step itself takes megabytes."""
+        """The pass without its step, which takes megabytes and is not read by passes that follow the plan."""
         return self._replace(lines=cast("Any", None), places=(), again=None)
 
     @property
     def share_of_hooks(self) -> float:
-        """The price of the hooks themselves over that of stock's step."""
+        """The price of the hooks themselves, as a share of a plain PyTorch step's."""
         return self.hooks / max(self.lines.step.seconds, 1e-12)
 
 
 def size(call: Call) -> int:
-    """Elements of a call's tensor."""
+    """The number of elements of a call's tensor."""
     return prod(call[1])
 
 
 def structure(call: Call) -> Hashable:
-    """A call without its sizes: node, number of dims, dtype, number."""
+    """A call without its sizes: node, number of dims, dtype, and its number."""
     kind, shape, _, dtype, number = call
     return kind, len(shape), dtype, number
 
@@ -58,9 +58,8 @@ def structure(call: Call) -> Hashable:
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
 
-    `made_for`: the pass. `hooks`: its `share_of_hooks`. `asked`: the overhead
-    that was allowed, if one was. `measured`: the overhead that steps have taken, once that is known.
-    `is_watched`: is it going to be?
+    `made_for`: the pass. `hooks`: its `share_of_hooks`. `asked`: the overhead that was allowed, if any.
+    `measured`: the overhead that steps have taken, once it is known. `is_watched`: whether it is measured.
     """
 
     made_for: Pass
@@ -72,11 +71,11 @@ class RebuildPlan(NamedTuple):
     is_watched: bool = False
 
     def __repr__(self) -> str:
-        """One line: a plan has a number for each tensor of its pass."""
+        """One line: a plan's fields would fill pages, as they have an entry for each tensor."""
         return f"RebuildPlan({self.in_words()})"
 
     def in_words(self) -> str:
-        """What is planned; of a time that was asked for, what was asked, planned and measured."""
+        """What is planned; if an overhead was asked for, also what was asked and measured."""
         planned = (
             f"{self.ratio:.2f} of the bytes and {self.peak_ratio:.2f} of the peak at {1 + self.overhead:.2f}"
         )
@@ -87,39 +86,39 @@ class RebuildPlan(NamedTuple):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are kept, of the pass that the plan was made for."""
+        """Bytes that the plan keeps in the pass that it was made for."""
         return self.chosen.point.held
 
     @property
     def stock_bytes(self) -> int:
-        """Bytes that stock autograd keeps there."""
+        """Bytes that plain PyTorch keeps in that pass."""
         return self.chosen.stock.held
 
     @property
     def ratio(self) -> float:
-        """Planned kept bytes over those of stock autograd."""
+        """The planned kept bytes, as a share of plain PyTorch's."""
         return self.chosen.ratio
 
     @property
     def peak_ratio(self) -> float:
-        """The planned peak of a step over stock's."""
+        """The planned peak of a step, as a share of plain PyTorch's."""
         return self.chosen.peak_ratio
 
     @property
     def overhead(self) -> float:
-        """The price of what is rebuilt, and of the hooks, over that of stock's step."""
+        """The price of rebuilds and hooks, as a share of a plain PyTorch step's."""
         return self.chosen.overhead + (0.0 if self.is_dear else self.hooks)
 
     @property
     def is_dear(self) -> bool:
-        """Do the hooks alone take more time than was allowed?"""
+        """Whether the hooks alone take more time than was allowed."""
         return not self.is_watched and self.asked is not None and self.hooks > self.asked
 
 
 def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     """The tensors to rebuild, by the point of the pass's lines that the goal asks for.
 
-    Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
+    Every choice can be followed, since a tensor that is kept never makes another one harder to rebuild.
     """
     asked, hooks = goal.overhead if goal.promises_time else None, made_for.share_of_hooks
     if asked is not None:
@@ -133,12 +132,12 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
 def _rebuilt(made_for: Pass, point: Outcome) -> tuple[bool, ...]:
     rebuilt = {place for i in point.again for place in made_for.places[i]}
     held = {place for places in made_for.places for place in places} - rebuilt
-    # what has no place of its own, views and repeats, is as in the pass
+    # tensors without a place of their own, views and repeats, are rebuilt wherever the pass did so
     return tuple(i not in held for i in range(len(made_for.calls)))
 
 
 def rungs(full: RebuildPlan) -> tuple[RebuildPlan, ...]:
-    """The plans for all overheads, the least first: what is measured takes one of them."""
+    """The plans for all overheads, the smallest first; the measurement of steps chooses one of them."""
     passed, whole = full.made_for, full.made_for.without_lines()
     made = list[RebuildPlan]()
     for point in by_overhead(passed.lines):

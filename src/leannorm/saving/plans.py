@@ -14,23 +14,24 @@ from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass, RebuildPlan, Taken, plan, rungs, size, structure
 
 _MAX_PLANS = 256
-_ANEW = 16  # a plan is made again after so many passes: what the first could not rebuild, a later one may
-_MORE = 4  # and then after so many times as many
-_TRIES = 3  # passes that follow no plan, so that one of them may be the one that no plan fits
-_NEAR = 0.75, 4 / 3  # of the sizes that a plan was made for: there its choice is still a good one
-_PROMISED = 1.05, 0.02  # of the share that is planned, and of stock's bytes: more was not kept as planned
+_ANEW = 16  # passes until a plan is made again, as a later pass may rebuild what the first could not
+_MORE = 4  # each time, this many times as many passes
+_TRIES = 3  # passes that follow no plan, as the one that no plan fitted may come again only after others
+_NEAR = 0.75, 4 / 3  # sizes over those that a plan was made for: between these its choice is still good
+_PROMISED = 1.05, 0.02  # times the planned share, and plus this: a pass that keeps more has missed its plan
 _MISSES = 2
 _MOST_FOLLOWS = 8  # a plan whose passes all have other sizes stays at its first prices
 
 
 @dataclass
 class _Made:
-    """What the plans of one pass have in common. `calls`: those of the pass that they were made of.
+    """What all plans that were made from one pass share. `calls`: that pass's.
 
-    `settled`: do they meet a budget or a peak? A pass without a plan, to make another of, might not.
-    `follows`: their passes. `misses`: those that kept more than planned; `missed`: was the last one such?
-    `rungs`: the plans of all overheads, where steps are measured, and `loop` chooses one. `again`: the pass
-    at the prices of another one, until there was one: what a first call takes is not what others do.
+    `settled`: whether they keep to a budget or a peak, as a pass without a plan might not. `anew`: passes
+    until other plans are made. `follows`: passes that followed these. `misses`: how many of those kept more
+    than planned; `missed`: whether the last one did. `rungs`: the plans for all overheads, if steps are
+    measured; `loop` chooses one. `again`: the pass at the prices of another one, until there has been one,
+    since the first calls of a process take longer.
     """
 
     calls: tuple[Call, ...]
@@ -44,7 +45,7 @@ class _Made:
     loop: Loop | None = None
 
     def rung(self) -> RebuildPlan | None:
-        """The plan that is chosen now."""
+        """The plan that the loop chooses now."""
         if self.loop is None or not self.rungs:
             return None
         at = bisect_right(self.rungs, self.loop.at + 1e-9, key=lambda one: one.chosen.overhead)
@@ -52,16 +53,15 @@ class _Made:
 
     @property
     def is_old(self) -> bool:
-        """Is another to be made?"""
+        """Whether another plan is to be made."""
         stays = self.settled and not self.misses
         return self.missed or (self.follows >= self.anew and not stays)
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A plan in some sizes; `next`: what the pass behind one that followed it followed.
-
-    `places`: the plan as C++ reads it.
+    """A plan for tensors of certain sizes. `next`: the plan of the pass that came after the last that
+    followed this one. `places`: the plan as C++ reads it.
     """
 
     plan: RebuildPlan
@@ -70,19 +70,19 @@ class _Entry:
     places: Any = None
 
     def turn(self) -> None:
-        """Take the plan that is chosen now."""
+        """Replace the plan by the one that the loop chooses now."""
         rung = self.made.rung()
         if rung is not None and rung.chosen is not self.plan.chosen:
             self.plan, self.places = rung._replace(made_for=self.plan.made_for), None
 
     def begins_with(self, calls: tuple[Call, ...]) -> bool:
-        """Does a pass of this plan begin with these calls, in these very sizes?"""
+        """Whether a pass of this plan begins with exactly these calls, in these sizes."""
         return self.plan.made_for.calls[: len(calls)] == calls
 
 
 @dataclass
 class _Known:
-    """The plans of passes that begin alike, and how many passes are to follow none."""
+    """The plans of passes whose first tensors are alike. `whole`: how many passes are to follow none."""
 
     entries: list[_Entry] = field(default_factory=list)
     whole: int = 0
@@ -90,13 +90,13 @@ class _Known:
     last: _Entry | None = None
 
     def ended(self, entry: _Entry) -> None:
-        """Note that a pass was one of this plan."""
+        """Note that a pass followed this plan."""
         if self.last is not None:
             self.last.next = entry
         self.last = entry
 
     def in_sizes_of(self, calls: tuple[Call, ...], made: _Made) -> _Entry | None:
-        """The plan among those of one pass, in the very sizes of these calls."""
+        """Of the plans that `made` has, the one for exactly the sizes of these calls."""
         return next((one for one in self.entries if one.made is made and one.begins_with(calls)), None)
 
 
@@ -105,9 +105,9 @@ _KNOWN: dict[tuple[Goal, Hashable, Hashable], _Known] = {}  # by place, and the 
 
 @contextmanager
 def none_known() -> Iterator[None]:
-    """Within it no plan is known from before, and after it none from within: as in a process of its own.
+    """Forget all plans within the context, and those made within it afterwards, as in a separate process.
 
-    Nor does what it warns of count as told.
+    Warnings given within it do not count as given, either.
     """
     before, told = dict(_KNOWN), set(reasons._WARNED)
     _KNOWN.clear()
@@ -123,26 +123,26 @@ def none_known() -> Iterator[None]:
 class Following:
     """One pass, which follows a plan as long as its tensors are those of the plan's pass, in about its sizes.
 
-    A plan for the same sizes is preferred. If no plan fits any more, everything is rebuilt that can be, and
-    one of the next passes is made into a plan. So it is where a pass kept more than its plan said.
+    A plan for the same sizes is preferred. If no plan fits any more, the pass rebuilds all that it can, and
+    a plan is made from one of the next passes. The same happens after a pass that kept more than planned.
     """
 
     def __init__(self, goal: Goal, place: Hashable = None) -> None:
-        """`place`: where steps are measured, of this pass and others; None: nowhere."""
+        """`place`: identifies the passes whose steps are measured together; None: steps are not measured."""
         self.goal, self._place = goal, place
         self.plan: RebuildPlan | None = None
         self._entry: _Entry | None = None
         self._begun = self._sized = False
-        self._old: _Made | None = None  # the plans that this pass is whole for
-        self.whole = True  # was the pass without a plan from the beginning?
-        self._strayed = False  # did no plan fit any more?
+        self._old: _Made | None = None  # the plans that this pass replaces, so that it follows none
+        self.whole = True  # whether the pass followed no plan from its first tensor on
+        self._strayed = False  # whether no plan fitted any more
 
     def again(self) -> Following:
-        """For another step of the same pass."""
+        """A new `Following` for another step of the same pass."""
         return Following(self.goal, self._place)
 
     def rebuilds(self, calls: Sequence[Call]) -> bool:
-        """May the tensor that was packed last be rebuilt? `calls` are all calls so far."""
+        """Whether the tensor that was packed last may be rebuilt. `calls`: all of the pass so far."""
         last, entry = len(calls) - 1, self._entry
         if not self._begun:
             self._begun = True
@@ -157,17 +157,17 @@ class Following:
             if self._entry is None:
                 self._stray(known)
         elif entry is not None and not self._sized and entry.plan.made_for.calls[last] != calls[last]:
-            self._sized = True  # it is looked for once
+            self._sized = True  # a plan of these sizes is searched for only once
             self._follow(self._known(calls).in_sizes_of(tuple(calls), entry.made) or entry)
         return self.plan is None or self.plan.rebuild[last]
 
     @property
     def entry(self) -> _Entry | None:
-        """What is followed now."""
+        """The plan that is followed now."""
         return self._entry
 
     def why(self, place: int) -> str:
-        """Why a tensor is held that the plan does not rebuild."""
+        """Why a tensor is kept that the plan does not rebuild."""
         return reasons.PLANNED if self.plan is None else self.plan.made_for.whys.get(place, reasons.PLANNED)
 
     def end(
@@ -177,10 +177,10 @@ class Following:
         share: float,
         seconds: Callable[[], Taken],
     ) -> str | None:
-        """Make a plan from a pass that followed none, or note that one was followed; a reason, if it missed.
+        """Make a plan from a pass that followed none, or note which one it followed; a reason, if it missed.
 
-        `calls` are those of the whole pass, `read()` its prices, which take time, `share` what it kept of
-        stock's bytes, `seconds()` what the calls of its log took.
+        `calls`: all of the pass. `read()`: its sizes and prices, which take time to compute. `share`: what it
+        kept of plain PyTorch's bytes. `seconds()`: what the calls of its log took.
         """
         if not calls:
             return None
@@ -234,7 +234,7 @@ class Following:
         before = next((one for one in known.entries if one.plan.made_for.calls == calls), None)
         if before is not None and not before.made.is_old:
             known.ended(before)
-            return  # another pass was waited for
+            return  # this pass has a plan: `whole` waits for one that has none
         passed = read()
         if not passed.lines.stock.held:
             return
@@ -275,7 +275,7 @@ class Following:
 
     @property
     def loop(self) -> Loop | None:
-        """Who chooses the plan that is followed, or was made of this pass, by what steps take."""
+        """The loop that chooses among the plans of this pass by the time that steps take."""
         return None if self._entry is None else self._entry.made.loop
 
     def _known(self, calls: Sequence[Call]) -> _Known:
@@ -284,7 +284,8 @@ class Following:
         return _KNOWN.setdefault((self.goal, self._place, structure(calls[0])), _Known())
 
     def _best(self, known: _Known, calls: Sequence[Call]) -> _Entry | None:
-        """The first plan that fits so far: if possible in its sizes, then as the passes before took turns."""
+        """The first plan that fits so far: if possible for the same sizes, else the one that came next
+        when passes alternated before."""
         fitting = [one for one in known.entries if self._fits(one, calls, 0)]
         if known.last is not None and known.last.next in fitting:
             fitting.insert(0, known.last.next)
@@ -293,7 +294,7 @@ class Following:
         return next(equal, fitting[0] if fitting else None)
 
     def _fits(self, entry: _Entry, calls: Sequence[Call], first: int) -> bool:
-        """Are the calls from `first` on those of the plan's pass, in about its sizes?"""
+        """Whether the calls from `first` on are those of the plan's pass, in about its sizes."""
         planned = entry.made.calls
         return len(planned) >= len(calls) and self._near(planned[first : len(calls)], calls[first:])
 
@@ -303,7 +304,7 @@ class Following:
         return all(a == b or self._is_near(a, b) for a, b in zip(planned, calls, strict=True))
 
     def _is_near(self, planned: Call, call: Call) -> bool:
-        most = 1.0 if isinstance(self.goal.peak, int) else _NEAR[1]  # a peak in bytes has no room for more
+        most = 1.0 if isinstance(self.goal.peak, int) else _NEAR[1]  # a peak in bytes allows no larger sizes
         return (
             structure(planned) == structure(call) and _NEAR[0] <= size(call) / max(size(planned), 1) <= most
         )

@@ -1,4 +1,4 @@
-"""What a setting rebuilds: norms and what is as cheap, also products, or all that can be rebuilt."""
+"""What a setting rebuilds: norms and other cheap calls, products too, or all that can be rebuilt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Policy(NamedTuple):
     """`products`: also outputs of convolutions, matrix products and attention that take few operations per
-    byte; `everything`: whatever the log can call again, since a plan decides."""
+    byte. `everything`: whatever the log can call again, as a plan decides what to keep."""
 
     products: bool
     everything: bool = False

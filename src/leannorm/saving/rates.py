@@ -1,8 +1,8 @@
-"""How fast a device is, and what the hooks of `lean()` cost its host: a table, or measured once and kept.
+"""How fast a device is, and what the hooks of `lean()` cost its host: from a table, or measured once.
 
-What was measured is in the JSON file that LEANNORM_RATES names (none is read or made, if that is empty), else
-in `leannorm/rates.json` of the user's cache folder: an object of devices' names. What was measured by another
-version, with another number of threads, or is not understood, is measured again.
+Measurements are stored by the names of devices, in the JSON file that LEANNORM_RATES names. Without that
+variable it is `leannorm/rates.json` in the user's cache folder; if it is empty, no file is read or made. An
+entry of another version or another number of threads, or one that cannot be read, is measured again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from leannorm.planning.goal import Goal
 
 class Rates(NamedTuple):
     """`memory`: bytes moved per second. `products`: operations per second, by element size. `call`: seconds
-    of a call. `convolutions`, `grouped`: their rates over those of products; `.._last`: in channels_last.
-    `hold`, `rebuild`: seconds of a tensor's two hooks where it is held, and what is added where it is
-    rebuilt, kernels aside."""
+    per call. `convolutions`, `grouped`: their rates as shares of the products'; `.._last`: the same in
+    channels_last. `hold`: seconds of the two hooks of a tensor that is kept. `rebuild`: seconds more, without
+    the kernels, of one that is rebuilt."""
 
     memory: float
     products: dict[int, float]
@@ -44,19 +44,19 @@ class Rates(NamedTuple):
     rebuild: float = 100e-6
 
     def in_channels_last(self) -> Rates:
-        """Where each convolution is laid out so."""
+        """The rates if all convolutions are in channels_last."""
         return self._replace(convolutions=self.convolutions_last, grouped=self.grouped_last)
 
     def operations(self, itemsize: int, groups: int) -> float:
-        """Operations a second of a convolution in so many groups, or of another product (0)."""
+        """Operations per second of a convolution with `groups` groups, or of another product (0)."""
         share = self.grouped if groups > 1 else self.convolutions if groups else 1.0
         return share * self.products.get(itemsize, self.products[2])
 
 
 _GB, _T = 1e9, 1e12
-_IN_CPP = 10e-6  # seconds of either hook, where they are C++
+_IN_CPP = 10e-6  # seconds of either hook, if it is C++
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
-_CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
+_CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # of one core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
 _CPU_TILES = Rates(6.5 * _GB, {8: 0.085 * _T, 4: 0.17 * _T, 2: 0.59 * _T}, 1e-6)
 _CUDA = {
@@ -81,9 +81,10 @@ def table(device: torch.device) -> Rates:
 
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
-    """Measured rates for what is promised in time; for bytes those of the table.
+    """Measured rates if the goal promises a time; else those of the table, so that equal passes have equal
+    plans.
 
-    Where a plan may not take more than some time, the hooks' price counts, and the table's is that of Python.
+    A goal with an overhead counts the hooks' price too, and the table has only that of hooks in Python.
     """
     if goal.promises_time:
         return measured(device)
@@ -105,14 +106,14 @@ RANKS = (
 
 
 def measured(device: torch.device) -> tuple[Rates, str | None]:
-    """What was measured on this device, now or before; or the table, and why."""
+    """What was measured on this device, now or before; or the table's rates, and the reason."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return table(device), RANKS
     return _measured(device, path())
 
 
 def path() -> Path | None:
-    """Where the file is, or would be; None where there shall be none."""
+    """The path of the file, which may not exist yet; None if there should be none."""
     return cached("LEANNORM_RATES", "rates.json")
 
 
@@ -124,7 +125,7 @@ def _measured(device: torch.device, file: Path | None) -> tuple[Rates, str | Non
     rates = _rates_of(entries.get(name), made_by)
     if rates is not None:
         return rates, None
-    try:  # before the work, not after it
+    try:  # a file that cannot be written is found before the work, not after it
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, entries)
         rates = in_no_mode(lambda: measure(device))
@@ -160,7 +161,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _rates_of(entry: Any, made_by: list[object]) -> Rates | None:
-    """The rates of an entry; None where it is none of this version, or cut off."""
+    """The rates of an entry; None if it is not of this version or not complete."""
     if not isinstance(entry, dict) or entry.get("made_by") != made_by:
         return None
     try:
@@ -173,11 +174,11 @@ def _rates_of(entry: Any, made_by: list[object]) -> Rates | None:
 
 
 def _is_busy() -> bool:
-    """Do others take cores from this process, on Linux? Then its threads do not run all the time."""
+    """Whether other processes take cores from this one (Linux): its threads then do not run all the time."""
     if sys.platform != "linux":
         return False
     a = torch.ones(1024, 1024, dtype=_DTYPE)
-    a @ a  # its threads are there from now on
+    a @ a  # starts torch's threads
     start, used = perf_counter(), process_time()
     for _ in range(12):
         a @ a
@@ -186,7 +187,7 @@ def _is_busy() -> bool:
 
 
 def _cores() -> float:
-    """Those that this process may use at once: of its machine, and by a container's quota."""
+    """The cores that this process may use at once: its CPU affinity, or less by a container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -195,14 +196,14 @@ def _cores() -> float:
         return cores
 
 
-_DTYPE = torch.float32  # of what is measured, whatever the default is
+_DTYPE = torch.float32  # of the tensors that are measured, whatever the default is
 _COLD = 2.0
-"""Between large kernels, which leave the caches full of their data, the hooks take so many times as long."""
-_LONG = 0.2  # seconds of one measurement, beyond two turns
+"""How many times as long the hooks take between large kernels, which fill the caches with their own data."""
+_LONG = 0.2  # seconds after which a measurement ends, if it had two runs
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least of some turns: what others do on the machine is in the others."""
+    """The shortest of several runs: other processes made the others slower."""
     taken = list[float]()
     while len(taken) < 2 or (len(taken) < 40 and sum(taken) < _LONG):
         _wait(device)
@@ -220,7 +221,7 @@ def _wait(device: torch.device) -> None:
 
 @torch.no_grad()
 def measure(device: torch.device) -> Rates:
-    """Some seconds of work on the device. Raises RuntimeError if others take the processor meanwhile."""
+    """Measure the device for some seconds. Raises RuntimeError if other processes use the CPU meanwhile."""
     large = 512 if device.type == "cpu" else 8192
     memory = _of_sums(large * large * (64 if device.type == "cpu" else 16), device)
     few = torch.ones(16, dtype=_DTYPE, device=device)
@@ -240,14 +241,14 @@ def measure(device: torch.device) -> Rates:
 
 
 def _of_sums(count: int, device: torch.device) -> float:
-    """Bytes moved per second by adding so many numbers."""
+    """Bytes moved per second by an addition of `count` numbers."""
     a = torch.ones(count, dtype=_DTYPE, device=device)
-    result = torch.zeros_like(a)  # a new one each time would be a measurement of page faults
+    result = torch.zeros_like(a)  # with a new one for each run, page faults would be measured
     return 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=result), device)
 
 
 def _of_convolutions(layout: torch.memory_format, device: torch.device) -> tuple[float, float]:
-    """Operations a second of one among all channels, and of one of each channel."""
+    """Operations per second of a convolution in one group, and of one with a group for each channel."""
     sizes = (4, 64, 56, 56), (64, 64, 3, 3), (64, 1, 3, 3)
     x, dense, single = (torch.ones(of, dtype=_DTYPE, device=device).to(memory_format=layout) for of in sizes)
     of_dense = 2 * 9 * 64 * x.numel() / _seconds(lambda: torch.conv2d(x, dense, padding=1), device)
@@ -257,9 +258,9 @@ def _of_convolutions(layout: torch.memory_format, device: torch.device) -> tuple
 
 @torch.enable_grad()
 def of_hooks(layers: int = 12) -> tuple[float, float]:
-    """Seconds of the host for a tensor that is held, and what is added for one that is rebuilt.
+    """Seconds that the host takes for a tensor that is kept, and how many more for one that is rebuilt.
 
-    On tensors so small that their kernels take no time, beside the same steps without hooks.
+    Compares steps with and without hooks, on tensors so small that their kernels take no time.
     """
     from leannorm.saving.context import lean
     from leannorm.saving.small import NEVER_SMALL
@@ -268,7 +269,7 @@ def of_hooks(layers: int = 12) -> tuple[float, float]:
         units = [m for _ in range(layers) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())]
         model = nn.Sequential(*units).to(_DTYPE)
     x = torch.arange(64 * 16, dtype=_DTYPE).view(64, 16)
-    xs = x.sin(), x.cos()  # what is tried on two inputs speaks for all, and serves the next steps
+    xs = x.sin(), x.cos()  # after trials on two inputs, later steps make none
 
     def step(around: Any, x: Tensor = x) -> tuple[float, Any]:
         start = thread_time()

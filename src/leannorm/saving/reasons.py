@@ -1,4 +1,4 @@
-"""Why `lean()` saved nothing, or less than asked: sentences for `saved.reasons`, one warning per cause."""
+"""Why `lean()` saved no memory, or less than asked: `saved.reasons`, and one warning per cause."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TRACED = (
     " was done; enter it where the graph is called"
 )
 TRANSFORMED_WITHIN = (
-    "torch admitted no saved-tensor hooks in a part of this pass (a torch.func transform within it): what was"
-    " saved there is kept as without lean(), and not counted"
+    "torch admitted no saved-tensor hooks in a part of this pass (a torch.func transform within it): tensors"
+    " saved there are kept as without lean(), and not counted"
 )
 HOOKS_AROUND = (
-    "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
-    " go on as without lean(); open lean() outside of them, or hand them over: lean(held=save_on_cpu())"
+    "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, and"
+    " they work as without lean(); open lean() outside of them, or pass them to it: lean(held=save_on_cpu())"
 )
 HOOKS_WITHIN = (
     "other saved-tensor hooks (such as save_on_cpu) were opened within lean(): what was saved there is"
-    " theirs, and lean() neither saw nor rebuilt it; hand them over instead: lean(held=save_on_cpu())"
+    " theirs, and lean() neither saw nor rebuilt it; pass them to lean() instead: lean(held=save_on_cpu())"
 )
 COMPILED_WITHIN = (
     "compiled code ran within lean(): what it saves is the compiler's choice and was kept; type"
@@ -51,33 +51,33 @@ NOTHING = (
     " compiled code or other saved-tensor hooks"
 )
 FREED_WITHIN = (
-    "most of what this pass saved was freed before lean() closed, since its result was dropped: bytes are"
-    " counted of what was left; keep the result until backward() has run"
+    "most of what this pass saved was freed before lean() closed, since its result was dropped: bytes count"
+    " only what was left; keep the result until backward() has run"
 )
 FREED_BEFORE_PLAN = FREED_WITHIN.replace("left;", "left, and no plan could be made;")
 BENCHMARK = (
-    "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread by itself,"
-    " so that the backward pass may use another one, of other bits, and convolutions are kept; turn it off"
+    "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread separately,"
+    " so the backward pass may choose another one with other bits, and convolutions are kept; turn it off"
 )
 SMALL = (
-    "what this pass saves is kept as it is: a rebuild would free less than 4 MiB, as the last pass at this"
-    " line has shown that was looked at, and whose bytes these are; a budget is met at any size"
+    "what this pass saves is kept as it is: a rebuild would free less than 4 MiB, as the last recorded pass"
+    " at this line showed, and the bytes are that pass's; a budget applies to passes of any size"
 )
 COMPARED = (
-    "this pass keeps everything, as plain PyTorch does, so that the time of a step with the plan can be"
-    " compared with it: bytes are those of the pass that the plan was made of"
+    "this pass keeps everything, as plain PyTorch does, so that a step with the plan can be compared with it"
+    " in time: bytes are those of the pass from which the plan was made"
 )
 FAILED = (
     "lean() met an error of its own, out of memory perhaps: what it could not record is kept, as in plain"
     " PyTorch"
 )
 LIMIT_UNSEEN = (
-    "limit was not watched: that takes CPU tensors, the C++ library of autograd nodes and a system that says"
-    " what a process has; as little was kept as can be rebuilt; ask for a peak instead, as peak=0.8"
+    "limit was not watched: that needs CPU tensors, the C++ library of autograd nodes and a system that"
+    " reports a process's memory; as little was kept as possible; ask for a peak instead, as peak=0.8"
 )
 SUBCLASSES = (
-    "tensors of a subclass were saved (such as jagged tensors): they are kept, as lean() rebuilds plain"
-    " tensors and DTensors alone; checkpoint the blocks that save most of them"
+    "tensors of a subclass were saved (such as jagged tensors): they are kept, as lean() only rebuilds plain"
+    " tensors and DTensors; checkpoint the blocks that save most of them"
 )
 HEAD_IN_HOOKS = (
     "head=True: logits were computed as without it, since a checkpoint or other saved-tensor hooks are around"
@@ -87,25 +87,25 @@ HEAD_OF_UNITS = (
     "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
     " free a layer's weight before its logits are read"
 )
-# Why an operation's output is kept, as records say it
+# Why an operation's output is kept, as `records` give it
 NEVER = "lean() does not call it again, as it draws random numbers, sends, or writes into its arguments"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
 PLANNED = "the plan keeps it"
 TOO_DEEP = "too many steps in a row lead to it from what is kept"
 OTHER_BITS = "a rebuild had other bits"
-EDITED = "it was edited where its operation does not show it"
+EDITED = "it was edited in a way that its operation does not show"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
-UNSEEN = "no operator made it that lean() could see, such as compiled code or a kernel of one's own"
+UNSEEN = "lean() did not see the operator that made it, as in compiled code or a kernel of your own"
 OTHER_FLAGS = "its operator ran on tensors that lean() does not rebuild"
-MODE = "a mode (TorchDispatchMode) gave it, not an operator that it called"
+MODE = "a mode (TorchDispatchMode) returned it, not an operator that the mode called"
 UNTRIED = "its operator was not tried before a CUDA graph's capture, or on values that tell nothing"
-TIMED = "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark), so that another may follow"
-CHECKPOINTED = "a checkpoint made it, inside of which lean() does nothing; use one of the two there"
-OTHER_THREAD = "another thread saved it than the one that opened lean(), as torch.jit.fork has it"
+TIMED = "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark) and may choose another one"
+CHECKPOINTED = "a checkpoint made it, inside which lean() does nothing; use one of the two there"
+OTHER_THREAD = "it was saved by a thread that did not open lean(), as with torch.jit.fork"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
-SMALLER = "each is much smaller than the largest of the pass, and a rebuild takes as many calls"
+SMALLER = "each is much smaller than the largest tensor of the pass, and a rebuild takes as many calls"
 _ALWAYS_SAID = (
     CHECKPOINTED,
     OTHER_THREAD,
@@ -122,11 +122,11 @@ _ALWAYS_SAID = (
     OTHER_FLAGS,
     MODE,
     UNTRIED,
-)  # of the others, where they are nearly all
+)  # any other reason is given only if next to nothing is rebuilt
 
 STRAYED = (
-    "no plan fits this pass, which saves other tensors than those before, or others in size: all is rebuilt"
-    " that can be, and one of the next passes is made into a plan"
+    "no plan fits this pass, whose tensors or sizes differ from those of passes before: it rebuilds all that"
+    " it can, and a plan is made from one of the next passes"
 )
 
 OF_THE_PASS = {
@@ -144,11 +144,11 @@ OF_THE_PASS = {
 
 
 _LEAST = 0.05  # of all bytes
-_FEWER, _LOWER = 0.8, 0.95  # of plain PyTorch's bytes and peak: more is no fewer, and no lower
+_FEWER, _LOWER = 0.8, 0.95  # shares of plain PyTorch's bytes and peak that count as fewer and as lower
 
 
 def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
-    """A sentence for each kind of node and reason, of which a twentieth of all bytes is kept."""
+    """A sentence for each pair of node and reason that keeps a twentieth or more of all bytes."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
     for node, _, _, nbytes, is_rebuilt, why in rows:
         stock += nbytes
@@ -165,17 +165,17 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def made_of(why: str, operator: str) -> str:
-    """The reason, where it applies to an operator that what is kept was made of."""
+    """The reason, with the operator to which it applies if that is not the one that made the tensor."""
     return f"{why}: {operator}" if why and operator else why
 
 
 def of_collective(tensor: Tensor) -> str:
-    """The reason, if it is what a DTensor gives as its local tensor while a collective is under way."""
+    """The reason if the tensor is a DTensor's local tensor of a collective that still runs, else ""."""
     return COLLECTIVE if hasattr(type(tensor), "trigger_wait") else ""
 
 
 def sharded(unit: str, around: str) -> str:
-    """A rebuild would read weights that sharding has freed by then; with the wrap that keeps them."""
+    """A rebuild would read weights that sharding has freed by then; and the `fully_shard` that keeps them."""
     wrap = (
         f"call fully_shard() on each {around} as a whole"
         if around
@@ -185,15 +185,15 @@ def sharded(unit: str, around: str) -> str:
 
 
 def dear(hooks: float, overhead: float) -> str:
-    """Looking at what is saved takes more than the overhead that is allowed."""
+    """The hooks alone take more than the overhead that is allowed."""
     return (
-        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of a plain"
-        " PyTorch step; all is kept"
+        f"overhead={overhead:g} is out of reach: the hooks for what the pass saves take {hooks:.2f} of a"
+        " plain PyTorch step; all is kept"
     )
 
 
 def off(asked: float, measured: float | None) -> str:
-    """What was measured, where the least that can be rebuilt takes more than was asked for."""
+    """The smallest rebuild takes more than the overhead that was asked for, as measured."""
     taken = (
         "there is nothing to rebuild" if measured is None else f"the least takes {measured:.2f}, as measured"
     )
@@ -204,7 +204,7 @@ def off(asked: float, measured: float | None) -> str:
 
 
 def unmeasured(more: int, free: int) -> str:
-    """No step without a plan is run to be compared, since memory might not be enough."""
+    """No step without a plan is run for comparison, since memory might not be enough."""
     return (
         "the time of a step is planned by prices and not measured: a step that keeps everything would take"
         f" {bytes_in_words(more)} more, and {bytes_in_words(free)} are free, which is less than twice as much"
@@ -212,7 +212,7 @@ def unmeasured(more: int, free: int) -> str:
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """Hooks of the user's raised an error: the tensor is kept."""
+    """The user's hooks raised an error: the tensor is kept."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
     return f"an output of {made_by} is kept, since rebuilding it failed with {type(error).__name__}: {text}"
@@ -224,14 +224,14 @@ def no_plan(error: Exception) -> str:
 
 
 def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
-    """A budget or a peak that no plan meets, with the least that is possible."""
+    """No plan can keep to the budget or the peak; names the least that is possible."""
     if goal.peak is not None:
         share = plan.least / max(plan.stock.peak, 1)
         asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
         return (
             f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of plain PyTorch's) is"
-            " the least, as the rest are gradients, what a single operation needs, and what cannot be"
-            " computed again"
+            " the least, as gradients, what a single operation needs and what cannot be computed again take"
+            " that much"
         )
     least = plan.least / max(plan.stock.held, 1)
     if goal.overhead is not None and least <= (goal.budget or 0.0):
@@ -244,7 +244,7 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
 
 
 def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
-    """That a budget or an overhead keeps fewer bytes and lowers no peak, if it is so."""
+    """The reason that a budget or an overhead keeps fewer bytes but lowers no peak, if that is so."""
     asked = "budget" if goal.budget is not None else "overhead"
     asked = "plain lean()" if goal == HALF else f"this {asked}"
     if goal.peak is not None or goal.worth is not None or plan.ratio > _FEWER or plan.peak_ratio < _LOWER:
@@ -258,19 +258,19 @@ def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
 
 
 def of_limit(limit: Limit | None, least: int) -> str | None:
-    """That a limit is not kept to, if it is so. `least`: the bytes that the process takes at least, or 0."""
+    """The reason that a limit is exceeded, if it is. `least`: bytes that the process needs at least, or 0."""
     if limit is None:
         return LIMIT_UNSEEN
     asked = f"limit={bytes_in_words(limit.nbytes)}"
     if limit.is_passed:
         return (
             f"limit was passed before the pass began: the process had {bytes_in_words(limit.before)}, where"
-            f" {asked}; as little was kept as can be, and the rest of the memory is not this pass's"
+            f" {asked}; as little was kept as possible, and the rest of the memory is not this pass's"
         )
     if least:
         return (
             f"limit is out of reach: with the backward pass, the process takes about {bytes_in_words(least)}"
-            f" at least, where {asked}; the rest are weights, gradients, what a single operation needs, and"
+            f" at least, where {asked}; that is for weights, gradients, what a single operation needs, and"
             " what cannot be computed again"
         )
     return None
@@ -278,10 +278,10 @@ def of_limit(limit: Limit | None, least: int) -> str | None:
 
 def missed(share: float, planned: float, another: bool) -> str:
     """The pass kept more than the plan that it followed."""
-    then = "another is made" if another else "so it was with those that were made since"
+    then = "another plan is made" if another else "plans that were made since did no better"
     return (
-        f"more is kept than the plan says: {share:.2f} of the bytes for {planned:.2f}, as of the pass that it"
-        f" was made of more could be rebuilt; {then}"
+        f"more is kept than the plan says: {share:.2f} of the bytes for {planned:.2f}, as more could be"
+        f" rebuilt in the pass from which it was made; {then}"
     )
 
 
@@ -295,8 +295,8 @@ def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str
 
 
 _WARNED: set[str] = set()
-_IN_ORDER = {SMALL, COMPARED, STRAYED, FREED_WITHIN}  # they need no action
-_UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor do these: as much as could be was done
+_IN_ORDER = {SMALL, COMPARED, STRAYED, FREED_WITHIN}  # nobody needs to act on these
+_UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor on these: as much as possible was done
 
 
 def warn_once(reason: str) -> None:

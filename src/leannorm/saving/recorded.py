@@ -1,7 +1,7 @@
-"""A forward pass whose operator calls are recorded: what is saved is made again by the calls that made it.
+"""A forward pass whose operator calls are recorded, so that saved tensors can be rebuilt by the same calls.
 
-The log, the walk and the replay are C++ (csrc/nodes/record/). This module opens and closes a pass, hands over
-the table of operators, and says in words what the pass kept.
+The log, the walk and the replay are C++ (csrc/nodes/record/). This module gives them the table of operators,
+opens and closes a pass, and says in words what the pass kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
 
 LOG: Any = NODES
-"""Who records: the C++ nodes, or where they are not built the same in Python. `record_in` sets it."""
+"""What records: the C++ nodes, or the same in Python if they are not built. `record_in` sets it."""
 
 _SKIP, _ONCE, _CHEAP, _SUM, _PRODUCT = range(5)  # as Kind in rules.h
 _KINDS = {"view": _SKIP, "once": _ONCE, "empty": _ONCE, "product": _PRODUCT, "window": _PRODUCT}
@@ -71,8 +71,8 @@ _MET = {
     8: reasons.BENCHMARK,
     16: reasons.FAILED,
 }
-SMALLEST = 1024  # elements; a smaller tensor is held, and nothing is told of it
-_SUMS, _CALLS = 2, 32  # in a row: what is rebuilt at once
+SMALLEST = 1024  # elements; a smaller tensor is kept, and no reason is given
+_SUMS, _CALLS = 2, 32  # the most in a row that one rebuild calls
 _PRODUCTS, _PRODUCTS_OF_A_PLAN = 2, 6
 
 
@@ -87,15 +87,15 @@ def _source(source: int | str | None) -> tuple[int, int]:
 
 
 def _in_rows(tensor: Tensor, flags: Flags) -> bool:
-    """May the gradient of this log-softmax read it some rows at a time?"""
+    """Whether the gradient of this log-softmax may read it some rows at a time."""
     try:
         return rows.fits(tensor, flags)
-    except Exception:  # it is rebuilt as a whole
+    except Exception:  # then it is rebuilt as a whole
         return False
 
 
 class _Rows:
-    """A log-softmax that a pass recorded in C++ has dropped."""
+    """A log-softmax that was dropped by a pass that C++ records."""
 
     device = torch.device("cpu")
 
@@ -103,7 +103,7 @@ class _Rows:
         self._saved, self.shape, self.dtype = saved, torch.Size(shape), dtype
 
     def skip(self) -> None:
-        """A reader needed no rebuild."""
+        """Note that a reader needed no rebuild."""
         NODES.record_skip(self._saved)
 
     def read(self) -> Tensor:
@@ -112,7 +112,7 @@ class _Rows:
         return tensor
 
     def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
-        """The tensor whose rows these are made of, and the casts from it on; read once."""
+        """The tensor from whose rows these are made, and the casts in between. It can be read once."""
         made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
         return made
 
@@ -126,7 +126,7 @@ def _is_captured(tensor: Tensor) -> bool:
 
 
 def record_in(module: Any) -> None:
-    """Passes that begin from now on are recorded by this module: the C++ nodes, or `leannorm.saving.log`."""
+    """Record all later passes by this module: the C++ nodes, or `leannorm.saving.log`."""
     global LOG
     LOG = module
     for name, row in OPERATORS.items():
@@ -145,7 +145,7 @@ record_in(log if NODES is None else NODES)
 
 
 def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
-    """A fake tensor over the storage of one on the meta device."""
+    """A fake tensor that has the storage of a tensor on the meta device."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor(mode, meta, torch.device(device))
@@ -153,13 +153,13 @@ def _fake(mode: Any, meta: Tensor, device: str) -> Tensor:
 
 @lru_cache
 def _know_fakes() -> None:
-    """Fake tensors are recorded from now on."""
+    """Have C++ record fake tensors from now on."""
     NODES.set_fakes(sys.modules["torch._subclasses.fake_tensor"].FakeTensor, _fake)
 
 
 @left_to_python
 def _hold(told: Counter[str], hooks: Hooks, tensor: Tensor) -> Callable[[], Tensor] | None:
-    """The tensor is held by the hooks alone: what is returned brings it back. None where they fail."""
+    """Give the tensor to the user's hooks alone. Returns a function that gets it back; None if they fail."""
     try:
         return partial(hooks.unpack, hooks.pack(tensor))
     except Exception as error:
@@ -169,7 +169,7 @@ def _hold(told: Counter[str], hooks: Hooks, tensor: Tensor) -> Callable[[], Tens
 
 @left_to_python
 def _other(told: Counter[str], tensor: Tensor) -> tuple[list[int], int, int] | None:
-    """The sizes, place and bytes of a tensor that the log cannot read, and keeps. None of a parameter."""
+    """The sizes, place and bytes of a tensor that the log keeps but cannot read; None for a parameter."""
     with as_plain(tensor):
         if is_parameter(tensor):
             return None
@@ -180,7 +180,7 @@ def _other(told: Counter[str], tensor: Tensor) -> tuple[list[int], int, int] | N
 
 
 class RecordedPass:
-    """One pass, from its making to `close`."""
+    """One pass, recorded from its creation until `close`."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class RecordedPass:
         layers: Layers | None,
         limit: Limit | None,
     ) -> None:
-        """`hooks` hold what is held; with `layers`, what is rebuilt is compared, and the layer named."""
+        """`hooks`: the user's, for what is kept. `layers`: verify rebuilt tensors, and name the layer."""
         self.reasons = Counter[str]()
         self._timeline: tuple[Any, ...] = ()
         self._way = None if following is None else Way(following, _WHYS, LOG)
@@ -216,16 +216,16 @@ class RecordedPass:
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
         self.recorded = Recorded(self._pass.saved)
-        self.missed = 0  # bytes that the process takes at least, if those are more than the limit
+        self.missed = 0  # bytes that the process needs at least, if that is more than the limit
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
 
     def begins_within_a_call(self) -> None:
-        """An operator that runs has asked for the pass. C++ tells by itself what is a part of it."""
+        """Note that the pass begins while an operator runs. C++ knows by itself what that operator calls."""
         if isinstance(self._pass, log.RecordedPass):
             self._pass.begins_within_a_call()
 
     def close(self) -> None:
-        """Stop recording; note what the pass saved, and what of it is still there."""
+        """Stop recording; note what the pass saved, and how much of it is still in memory."""
         if self.following is not None and self.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
@@ -242,16 +242,16 @@ class RecordedPass:
 
     @property
     def following(self) -> Following | None:
-        """What the last step of the pass has followed."""
+        """How the last step of the pass follows plans."""
         return None if self._way is None else self._way.following
 
     @property
     def calls(self) -> list[Call]:
-        """What the pass saved and a plan has a say in."""
+        """The saved tensors that a plan may keep or drop."""
         return [] if self._way is None else self._way.calls(self._pass.places())
 
     def passed(self) -> Pass:
-        """What this pass saved, from which plans are made."""
+        """What this pass saved, to make a plan from."""
         assert self._way is not None
         device = torch.device(self._pass.device())
         return self._way.passed(self._timeline, self.seconds(), self._pass.places(), self.reasons, device)
@@ -262,12 +262,12 @@ class RecordedPass:
         return seconds
 
     def forget(self) -> None:
-        """Let go of what only a plan is made from."""
+        """Release what is only used to make a plan."""
         self._timeline = ()
 
 
 class Recorded:
-    """What one pass holds; from `close` on, what it held then."""
+    """What one pass keeps now; after `close`, what it kept when it closed."""
 
     def __init__(self, saved: Callable[[], Any]) -> None:
         self._now: Callable[[], Any] | None = saved
@@ -275,7 +275,7 @@ class Recorded:
         self.whys = list(_WHYS)
 
     def close(self) -> None:
-        """Remember what is held now."""
+        """Store what is kept now."""
         assert self._now is not None
         self._then, self._now = self._now(), None
 
@@ -285,13 +285,13 @@ class Recorded:
 
     @property
     def kept(self) -> int:
-        """Bytes that are held."""
+        """Bytes that are kept."""
         nbytes: int = self._saved.held
         return nbytes
 
     @property
     def rebuilt(self) -> int:
-        """Bytes that are made again."""
+        """Bytes that are rebuilt."""
         nbytes: int = self._saved.dropped
         return nbytes
 

@@ -1,4 +1,4 @@
-"""A recorded pass with a goal: which plan it follows, and from its log the plan of the next ones."""
+"""A recorded pass with a goal: which plan it follows, and what its log gives for the next plan."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from leannorm.saving.recorded_timeline import Timeline
 
 
 class Way:
-    """One pass's way along a plan. The log follows it by position, and asks where the pass is not as planned.
+    """How one pass follows a plan. The log follows it by position, and asks if the pass is not as planned.
 
-    `whys`: the sentences for `Why` in log.h; `log`: who records.
+    `whys`: the sentences for `Why` in log.h. `log`: what records.
     """
 
     def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
         self.following, self._whys, self._log = following, whys, log
-        # may a loss that a plan keeps be kept by its source? An overhead has no price for that
+        # whether the plan may keep a log-softmax's narrower source instead, for which a promised time has no
+        # price
         self.narrows = not following.goal.promises_time and log is NODES
         self._calls: list[Call] = []
         self.failed: Exception | None = None
         self.reasons = Counter[str]()
 
     def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
-        """May the tensor at this place be dropped, what is followed from here on, and why it is held: the
-        place of the reason, and the operator to which it applies."""
+        """Whether the tensor at this place may be dropped, the plan to follow from here on, and why it is
+        kept: the reason's index in `whys`, and the operator to which the reason applies."""
         following = self.following
         try:
             self._reach(place)
@@ -44,7 +45,7 @@ class Way:
             return True, None, 0, ""
 
     def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
-        """A backward pass has freed all of the step, and the pass goes on with another one."""
+        """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
         following = self.following
         try:
             read = partial(self.passed, timeline, seconds, places, self.reasons, torch.device(device))
@@ -56,12 +57,12 @@ class Way:
         self.following, self._calls = following.again(), []
 
     def calls(self, count: int) -> list[Call]:
-        """All that the pass saved, of `count` places."""
+        """All that the pass saved: `count` tensors with a place."""
         self._reach(count)
         return self._calls
 
     def _reach(self, place: int) -> None:
-        """What the log has seen since it asked last was as planned."""
+        """Add the calls since the log asked last, which were as planned."""
         if len(self._calls) < place:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
@@ -89,8 +90,8 @@ class Way:
         said: Counter[str],
         device: torch.device,
     ) -> Pass:
-        """The pass that ends now, by its log, for a plan: on a CPU at the prices that its calls have shown,
-        on other devices at their rates."""
+        """The pass that ends now, from its log `told`, to make a plan from. Its prices are what its calls
+        took, or on other devices than CPUs their rates."""
         rates, why = rates_for(self.following.goal, device)
         if why is not None:
             said[why] = 1

@@ -1,8 +1,8 @@
 """The log of a pass as the step that the planner reads: when everything is made, read and freed.
 
-Each call is a moment of the forward pass and, mirrored, one of the backward pass. Memory is alive from the
-call that made it until the log saw that it was gone; a gradient from the last reader of a value, which is the
-first in the backward pass, until the call that made the value.
+Each call is a moment of the forward pass and, in reverse order, one of the backward pass. Memory is alive
+from the call that made it until the log saw that it was gone. A gradient is alive from the moment of its
+value's last reader, which comes first in the backward pass, to that of the call that made the value.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from leannorm.saving.operators import OPERATORS
 from leannorm.saving.rates import Rates
 
 _SAME_GRADIENT = {"aten::add", "aten::add_", "aten::clone", "aten::cat", "aten::copy_"}
-"""The gradient that comes in goes out, to arguments of its size; from a concatenation in parts."""
-_NO_GRADIENT = {"aten::sum"}  # that takes memory: one number, expanded
+"""Their arguments of the result's size get the incoming gradient itself; those of `cat` get parts of it."""
+_NO_GRADIENT = {"aten::sum"}  # whose gradient takes no memory: it is one number, expanded
 _WORKING = {"aten::pow": 2, "aten::native_batch_norm": 1}
-"""What the backward pass of a call allocates beside gradients, in times its result's bytes."""
-_PASSES = 2.5  # over a call's arguments and results in a step: one forward, the others backward
+"""What the backward pass of a call allocates in addition to gradients, in multiples of its result's bytes."""
+_PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
 _WANTS, _HAS_GRADIENT = 1, 2  # as in plan.h
 
 
 class Read(NamedTuple):
-    """A call's tensor: its bytes as they are read, does it want a gradient, which argument is it."""
+    """A tensor that a call reads: its bytes as read, whether it requires a gradient, and its argument."""
 
     value: int
     nbytes: int
@@ -38,7 +38,7 @@ class Read(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of an operator. `operations`, `groups`: of a product or a convolution."""
+    """One call of an operator. `operations` and `groups` are 0 unless it is a product or a convolution."""
 
     name: str
     operations: int
@@ -49,10 +49,11 @@ class Call(NamedTuple):
 
 
 class Value(NamedTuple):
-    """One version of a memory. `storage`: the bytes of that; `coded`: those that keeping it takes.
-    `gradient`: bits of plan.h. `needed`: does the backward pass read it, or make others of it? `makes`: is it made again,
-    or could it be if others were held? `held`: in this pass it is not. `counts`: among the bytes that are
-    held, or rebuilt. `why`, `of`: the reason why it is held, and the operator to which that applies."""
+    """One version of a memory. `storage`: the memory's bytes; `coded`: those that keeping it takes.
+    `gradient`: bits of plan.h. `needed`: whether the backward pass reads it or rebuilds others from it.
+    `makes`: whether it is rebuilt, or could be if others were kept. `held`: whether this pass does not
+    rebuild it. `counts`: whether its bytes count as kept or rebuilt. `why`, `of`: the reason why it is kept,
+    and the operator to which that applies."""
 
     memory: int
     call: int
@@ -83,9 +84,9 @@ class Timeline:
         seconds: Sequence[float] = (),
         codes: bool = True,
     ) -> None:
-        """`narrows`: may the source of a cast be held in the place of a log-softmax? `seconds`: what each
-        call has taken; none where the device runs behind its host. `codes`: does what is kept count in the
-        fewer bytes that it gets some time later?"""
+        """`narrows`: whether a cast's source may be kept instead of the log-softmax that is made of it.
+        `seconds`: what each call took; none on a device that runs behind its host. `codes`: whether what is
+        kept counts in the fewer bytes that it gets some time later."""
         calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         whole = [Value(*value) for value in values]
@@ -93,7 +94,7 @@ class Timeline:
         self.rates, self._narrows = rates, narrows
         self.taken = [*seconds[: len(self.calls)], *[0.0] * (len(self.calls) - len(seconds))]
         self.forward = max(len(self.calls), 1)
-        self.born: dict[int, int] = {}  # by memory: the call that made it; -1: it was there before
+        self.born: dict[int, int] = {}  # by memory, the call that made it; -1 if it was there before
         self.size: dict[int, int] = defaultdict(int)
         for value in self.values:
             self.born.setdefault(value.memory, value.call)
@@ -105,12 +106,12 @@ class Timeline:
                 self.read_first.setdefault(read.value, number)
 
     def mirrored(self, call: int) -> int:
-        """The moment of a call's backward pass; of what was there before, the last one."""
+        """The moment of a call's backward pass; for -1, memory that was there before, the last moment."""
         return 2 * self.forward - 1 - max(call, 0)
 
     @cached_property
     def until(self) -> dict[int, int]:
-        """By memory the last moment of the forward pass at which the program has it."""
+        """By memory, the last moment of the forward pass at which the program has it."""
         held = {value.memory for value in self.values if value.needed and value.held}
         until = dict[int, int]()
         for i, value in enumerate(self.values):
@@ -118,14 +119,14 @@ class Timeline:
             until[value.memory] = max(until.get(value.memory, 0), last)
         for memory, last in until.items():
             died = self._died[memory] if memory < len(self._died) else -1
-            if memory not in held:  # else the pass has kept it longer than the program
+            if memory not in held:  # the pass keeps such memory longer than the program
                 until[memory] = max(last, died - 1 if died >= 0 else self.forward - 1)
         return until
 
     @cached_property
     def wanted(self) -> set[int]:
-        """The values that a gradient comes for. Within a function of a user's, autograd is off, and what its
-        calls have made on the way has one, too."""
+        """The values that get a gradient. Within a user's `autograd.Function` autograd is off, so what its
+        calls make on the way counts, too."""
         wanted = {i for i, value in enumerate(self.values) if value.gradient & _WANTS}
         for call in reversed(self.calls):
             if not call.grad_mode and any(out in wanted for out in call.outs):
@@ -133,7 +134,7 @@ class Timeline:
         return wanted
 
     def differentiated(self, call: Call) -> list[Read]:
-        """What of the call's arguments gets a gradient from it."""
+        """The arguments that get a gradient from this call."""
         if not any(out in self.wanted for out in call.outs):
             return []
         return [r for r in call.reads if r.wants or (not call.grad_mode and r.value in self.wanted)]
@@ -141,7 +142,7 @@ class Timeline:
     # ------------------------------------------------------------ prices
 
     def price_of(self, number: int, inputs: list[int], by_result: bool) -> float:
-        """Seconds of a call that is made again: as long as it took, if that is known."""
+        """Seconds that a rebuild takes to make this call again: what it took, if that is known."""
         call, rate = self.calls[number], self.rates
         if self.taken[number] > 0 and not by_result:
             return self.taken[number]
@@ -184,7 +185,7 @@ class Timeline:
                 continue
             before = total
             factors = [read for read in call.reads if read.nbytes and self.values[read.value].is_floating]
-            first = 1 if len(factors) == 3 and call.groups == 0 else 0  # behind what is added to a product
+            first = 1 if len(factors) == 3 and call.groups == 0 else 0  # skips what is added to a product
             frozen = any(read not in gets for read in factors[first : first + 2])
             item = self.values[call.outs[0]].itemsize
             total += (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
@@ -194,11 +195,11 @@ class Timeline:
                 total = before + (total - before) * self.taken[number] / self._of_forward(call)
         return total
 
-    # ------------------------------------------------------------ memory beside the values
+    # ------------------------------------------------------------ memory other than the values
 
     @cached_property
     def memory(self) -> list[int]:
-        """Bytes alive at each moment: what the forward pass reads, gradients, and what their making takes."""
+        """Bytes alive at each moment: results of the forward pass, gradients, and what their kernels need."""
         change = [0] * (2 * self.forward + 1)
         for size, first, last in [*self._outputs(), *_Gradients(self).spans()]:
             change[first] += size
@@ -214,7 +215,7 @@ class Timeline:
 
     @cached_property
     def narrow(self) -> dict[int, int]:
-        """By widening cast the log-softmax that is made of it, and whose place its source may take."""
+        """By widening cast, the log-softmax that is made of it, instead of which its source may be kept."""
         saved, narrow = {value for _, value, _ in self.saves}, dict[int, int]()
         for i, value in enumerate(self.values if self._narrows else []):
             if not value.makes or len(value.inputs) != 1 or self._name(value) != "aten::_log_softmax":
@@ -228,14 +229,14 @@ class Timeline:
         return self.calls[value.call].name if value.call >= 0 else ""
 
     def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
-        """The lines of the step, and the places of the tensors behind each of its values."""
+        """The lines of the step, and for each of its values the places of the tensors in its memory."""
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
         for place, value, _ in self.saves:
             places[value].update([place] if place >= 0 else ())
         index, planned, behind = dict[int, int](), list[Planned](), list[tuple[int, ...]]()
         held = self._others
-        wider: dict[int, int] = {}  # what plain PyTorch keeps whole
-        runs: dict[int, int] = {}  # of calls several of whose results are made again
+        wider: dict[int, int] = {}  # what plain PyTorch keeps in more bytes
+        runs: dict[int, int] = {}  # by call: a value for the call itself, if it rebuilds several results
         results: dict[int, int] = defaultdict(int)
         for value in self.values:
             results[value.call] += value.makes
@@ -280,7 +281,7 @@ class Timeline:
         return Lines(step, of_stock(step._replace(values=whole))), tuple(behind)
 
     def _in_order(self) -> list[int]:
-        """All that the backward pass needs, each behind what it is made of."""
+        """All values that the backward pass needs, each after those that it is made of."""
         order = dict[int, None]()
         left = [i for i, value in enumerate(self.values) if value.needed][::-1]
         while left:
@@ -295,13 +296,13 @@ class Timeline:
 
 
 class _Gradients:
-    """The gradients of a backward pass: bytes, and the moments from which and until which they are there."""
+    """The gradients of a backward pass: for each its bytes, and its first and last moment."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.made: list[list[int]] = []
-        self.of: dict[int, list[int]] = {}  # what has come in for a value
-        self.later: dict[int, list[int]] = defaultdict(list)  # values that get theirs from parts, by moment
+        self.of: dict[int, list[int]] = {}  # by value, the gradient that has come in
+        self.later: dict[int, list[int]] = defaultdict(list)  # by moment: values with gradients in parts
 
     def spans(self) -> list[list[int]]:
         timeline = self.timeline
@@ -332,7 +333,7 @@ class _Gradients:
                 self._give(read.value, whole, gradient, moment)
             elif read.nbytes > whole:
                 self._give(read.value, whole, None, moment)
-            else:  # a part, which is there until all of them are
+            else:  # a part of the value's gradient, which stays until all parts are there
                 at = timeline.mirrored(timeline.read_first[read.value])
                 gradient[2] = max(gradient[2], at)
                 self.later[at] += [] if read.value in self.later[at] else [read.value]
@@ -340,13 +341,14 @@ class _Gradients:
     def _working(self, call: Call, gets: list[Read], size: int) -> int:
         row = OPERATORS.get(call.name)
         if row is not None and row.formula == "convolution":
-            # on a CPU the gradients' kernels bring all that they read into a layout of their own
+            # on a CPU the gradients' kernels copy all that they read into their own layout
             x, weight = (sum(read.nbytes for read in gets if read.at == at) for at in (0, 1))
             return 0 if call.groups > 1 else max(weight, x + size)
         return _WORKING.get(call.name, 0) * size
 
     def _give(self, value: int, size: int, gradient: list[int] | None, moment: int) -> None:
-        """A weight's gradient stays, unless it is added to one; any other until its call runs."""
+        """Note a value's gradient. A weight's stays, unless it is added to one; others stay until the
+        backward pass of the call that made the value."""
         timeline, of = self.timeline, self.timeline.values[value]
         if value in self.of or (of.call < 0 and of.gradient & _HAS_GRADIENT):
             return

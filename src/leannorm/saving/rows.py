@@ -1,9 +1,9 @@
 """The gradient of a log-softmax, some rows at a time: its rebuilt output never exists as a whole.
 
 At the loss of a language model the output of the log-softmax, the gradient that comes in and the one that
-goes out are the largest tensors of a step, and together its peak. Two of them are left out: the node gets a
-tensor without memory, `Unbuilt`; the operator that reads it rebuilds some rows, and writes their gradient
-over the incoming one if nobody else holds that. Every other operator gets the whole tensor.
+goes out are the largest tensors of a step, and together its peak. Two of them can be avoided. The node gets a
+tensor without memory, `Unbuilt`. The operator that reads it rebuilds some rows, and writes their gradient
+over the incoming one if nothing else refers to that. Every other operator gets the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _GRADIENT = _aten._log_softmax_backward_data.default
 _OF_LOSS = _aten.nll_loss_backward.default
 _READERS = {"LogSoftmaxBackward0", "NllLossBackward0"}
 
-_ELEMENTS, _ON_DEVICE = 1 << 16, 1 << 24  # of a part: on a CPU it stays in the cache
-_ROWS = 16  # a part is a multiple of so many rows, so that it lies on an address as even as the whole
-_FEWEST = 4  # parts; for fewer there is nothing to gain
+_ELEMENTS, _ON_DEVICE = 1 << 16, 1 << 24  # in a part: on a CPU it stays in the cache
+_ROWS = 16  # a part has a multiple of this many rows, so that its memory is aligned as the whole is
+_FEWEST = 4  # parts; with fewer, little is saved
 
-# Functions of torch that are not public: where one is missing, log-softmaxes are rebuilt as a whole
-_SERVES = (
+# Functions of torch that are not public: if one is missing, log-softmaxes are rebuilt as a whole
+_SUPPORTED = (
     hasattr(Tensor, "_use_count")
     and hasattr(torch._C._functorch, "maybe_current_level")
     and all(
@@ -52,8 +52,8 @@ def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]
 
 
 def fits(tensor: Tensor, flags: Flags) -> bool:
-    """Can such a log-softmax of its last dim be read in parts, with the same bits? Tried once per layout."""
-    if not _SERVES or type(tensor) is not Tensor or not tensor.is_contiguous():
+    """Whether such a log-softmax over its last dim has the same bits in parts. Tried once per layout."""
+    if not _SUPPORTED or type(tensor) is not Tensor or not tensor.is_contiguous():
         return False
     if not tensor.numel() or len(list(_parts(tensor.shape, tensor.device))) < _FEWEST:
         return False
@@ -69,9 +69,9 @@ def fits(tensor: Tensor, flags: Flags) -> bool:
 
 @torch.no_grad()
 def _try(tensor: Tensor) -> bool:
-    """Do parts have the bits of the whole, and does the loss read no value of the tensor that it saved?
+    """Whether parts have the bits of the whole, and the loss reads no value of the tensor that it saved.
 
-    The log-softmax of a log-softmax, and its gradient there, take the kernels that the pass itself takes.
+    The trial computes the log-softmax of the log-softmax, and a gradient, with the kernels of the pass.
     """
     with without_autocast():
         flat = tensor.reshape(-1, tensor.shape[-1])
@@ -95,19 +95,19 @@ def _in_parts(flat: Tensor, function: Callable[[Tensor], Tensor]) -> bool:
 
 def _reads_no_value(some: Tensor) -> bool:
     target = torch.zeros(len(some), dtype=torch.int64, device=some.device)
-    gradient = some.new_ones(len(some))  # one a row
+    gradient = some.new_ones(len(some))  # one per row
     settings = None, 0, -100, some.new_tensor(float(len(some)))  # no weights, no reduction, nothing ignored
     a, b = (_OF_LOSS(gradient, x, target, *settings) for x in (some, _without_values(some)))
     return layout(a) == layout(b) and same_bits(a, b)
 
 
 def _without_values(like: Tensor) -> Tensor:
-    """A tensor of this shape, all of whose elements are one NaN."""
+    """A tensor of this shape, whose elements all show one NaN."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 class Source(Protocol):
-    """A log-softmax that is rebuilt, or its rows are."""
+    """A log-softmax that can be rebuilt as a whole or by rows."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -121,12 +121,12 @@ class Source(Protocol):
 
 
 def stand_in(value: Source) -> Tensor | None:
-    """A tensor without memory for the node that reads `value` now; None if the node must have the tensor."""
+    """A tensor without memory for the node that reads `value` now; None if the node needs the tensor."""
     return Unbuilt(value, value.shape, value.dtype, value.device) if _may_be_unbuilt() else None
 
 
 def _may_be_unbuilt() -> bool:
-    """Does the node that reads now read rows, or no values? Not where a mode or transform looks on."""
+    """Whether the node that reads now needs only rows, or no values. Not if a mode or transform is active."""
     node = torch._C._current_autograd_node()
     if node is None or type(node).__name__ not in _READERS or torch.is_grad_enabled():
         return False
@@ -135,7 +135,7 @@ def _may_be_unbuilt() -> bool:
 
 
 class Unbuilt(Tensor):
-    """Stands for a log-softmax that is not rebuilt yet. Operators other than two get the whole tensor."""
+    """Stands for a log-softmax that is not rebuilt yet. All operators but two get the whole tensor."""
 
     value: Source
 
@@ -175,25 +175,25 @@ def _whole(x: Unbuilt) -> Tensor:
 
 
 def _of_torch(t: Tensor) -> bool:
-    """Did torch's allocator make this tensor's memory, for this process alone?
+    """Whether torch's allocator made this tensor's memory, for this process alone.
 
-    An array, a buffer, a file or another process may be behind other memory, and counts nowhere here.
+    Other memory may belong to an array, a buffer, a file or another process, which no count here shows.
     """
     memory = t.untyped_storage()
     return memory.resizable() and (memory.device.type != "cpu" or not memory.is_shared())
 
 
 def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """How many hold the first tensor: its Python object, the tensor in C++, its memory."""
+    """How many references the first tensor has: its Python object, the tensor in C++, and its memory."""
     counted = args[0]
     memory = torch._C._storage_Use_Count(counted.untyped_storage()._cdata)
     return sys.getrefcount(counted), counted._use_count(), memory
 
 
 class _Probe(Unbuilt):
-    """Counts the owners of a gradient that only autograd holds."""
+    """Counts the references to a gradient that only autograd has."""
 
-    owners: ClassVar[tuple[int, int, int]] = (0, 0, 0)  # equal to no tensor's
+    owners: ClassVar[tuple[int, int, int]] = (0, 0, 0)  # no tensor has these
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -219,7 +219,7 @@ class _Probe(Unbuilt):
 
 @lru_cache
 def _owners_when_alone() -> tuple[int, int, int]:
-    """What `_owners` finds of a gradient that only the engine holds, which hands it to a node."""
+    """What `_owners` counts for a gradient that only autograd's engine has, as it passes it to a node."""
     in_no_mode(_Probe.run)
     return _Probe.owners
 
@@ -228,7 +228,7 @@ def _owners_when_alone() -> tuple[int, int, int]:
 def _gradient_of(
     value: Source, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
 ) -> Tensor | None:
-    """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd holds that.
+    """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd has that.
 
     None if it must be computed as a whole.
     """

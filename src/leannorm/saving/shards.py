@@ -1,4 +1,4 @@
-"""DTensors: a value holds the local tensor of its rank, and how the ranks share it. Other subclasses."""
+"""DTensors, of which the log has this rank's local tensor and its spec; and other subclasses of tensors."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PLAIN = (Tensor, torch.nn.Parameter)  # torch's own classes of tensors
 
 
 def _class_of_dtensors() -> Any:
-    """The class, if anybody has imported it: until then there is no DTensor."""
+    """The class, if it has been imported; before that, there can be no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return getattr(module, "DTensor", None)
 
 
 def local_of(tensor: Tensor) -> Tensor | None:
-    """The local tensor of a DTensor; None for all else, and where that is no plain tensor."""
+    """The local tensor of a DTensor; None if it is not plain, and for any other tensor."""
     if type(tensor) in PLAIN or type(tensor) is not _class_of_dtensors():
         return None
     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
-    if hasattr(local, "trigger_wait"):  # of a collective under way, which the operation waits for as well
+    if hasattr(local, "trigger_wait"):  # a collective still runs, and the operation would wait for it too
         local = local.trigger_wait()
     return local if type(local) in PLAIN and local.layout == torch.strided else None
 
@@ -37,13 +37,13 @@ def spec_of(tensor: Tensor) -> Any:
 
 
 def shared_as(local: Tensor, spec: Any) -> Tensor:
-    """The DTensor of this local tensor; nothing is sent."""
+    """The DTensor with this local tensor; makes it without communication."""
     made: Tensor = _class_of_dtensors()(local, copy.copy(spec), requires_grad=False)
     return made
 
 
 def counter_of(tensor: Tensor) -> Tensor | None:
-    """A tensor without memory that shares the version counter of a DTensor; None for all else."""
+    """A tensor without memory that shares the version counter of a DTensor; None for any other tensor."""
     local = local_of(tensor)
     if local is None:
         return None
@@ -53,14 +53,14 @@ def counter_of(tensor: Tensor) -> Tensor | None:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of the tensor on this rank; of a sparse one, of its values and where they are."""
+    """Bytes of the tensor on this rank; for a sparse one, of its values and indices."""
     local = local_of(tensor)
     return sum(part.nbytes for part in _parts(tensor if local is None else local))
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int]:
-    """Where the tensor's storage is, and its bytes; of a sparse tensor where its values are, and the bytes of
-    all its parts. 0 for a tensor that shows no storage."""
+    """The address of the tensor's storage, and its bytes; for a sparse tensor, that of its values, and the
+    bytes of all its parts. The address is 0 if the tensor shows no storage."""
     if tensor.layout != torch.strided:
         *_, values = _parts(tensor)
         return 0 if values is tensor else values.untyped_storage()._cdata, nbytes_of(tensor)
@@ -72,7 +72,7 @@ def storage_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that a sparse one is made of; another one itself."""
+    """The tensors that a sparse tensor consists of; for any other, the tensor itself."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -86,6 +86,6 @@ _AS_IT_IS = nullcontext()
 
 
 def as_plain(tensor: Tensor) -> AbstractContextManager[object]:
-    """Within, what a subclass of tensors does in `__torch_function__` is not done: it may change or refuse
-    the attributes and methods that are asked for."""
+    """Turn off a subclass's `__torch_function__` within the context, as it may change attributes and methods
+    or refuse them."""
     return _AS_IT_IS if type(tensor) in PLAIN else torch._C.DisableTorchFunctionSubclass()

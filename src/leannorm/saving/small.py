@@ -1,7 +1,8 @@
-"""Passes that are left as they are: nothing is looked at but their first tensor.
+"""Passes that are not recorded: only their first tensor is examined.
 
-So it is with a pass of which a rebuild would free less than `SMALL` bytes, as the last one that was looked at
-here has shown; and with passes that are plain, since a step without `lean()` is measured (`watched.py`).
+A pass is small, and not worth recording, if rebuilds would free less than `SMALL` bytes, as the last recorded
+pass of its line showed. Plain passes, which measure a step without `lean()`, are not recorded either
+(`watched.py`).
 """
 
 from __future__ import annotations
@@ -24,22 +25,21 @@ if TYPE_CHECKING:
     from leannorm.saving.ledger import Row
 
 SMALL = 4 << 20
-"""Bytes that are not worth looking at a pass. The hooks alone would take more than the twentieth of such a
-step."""
+"""Bytes for which a pass is not worth recording: the hooks alone would take over a twentieth of its step."""
 
 NEVER_SMALL = object()
-"""The place of passes that are looked at whatever they save, such as those that a report measures."""
+"""The place of passes that are recorded whatever they save, such as those that a report measures."""
 
-Kept = tuple[Any, ...]  # a tensor and its version; of a pass that is timed, the timer of the first
+Kept = tuple[Any, ...]  # a tensor and its version; and a timer, for the first tensor of a pass that is timed
 
-_AGAIN = 64  # passes that are left alone, until one is looked at again
+_AGAIN = 64  # passes that are left alone before one is recorded again
 _LARGER = 4
-_MORE_NODES = 1.25  # autograd's nodes of the pass: it is another one
+_MORE_NODES = 1.25  # a pass with this many times the autograd nodes is not the same one
 _MAX_PLACES = 4096
 
 
 class Seen(NamedTuple):
-    """A pass that was looked at. `first`: bytes of the first tensor. `rows`: all that it saved, as kept."""
+    """A pass that was recorded. `first`: bytes of its first tensor. `rows`: all that it saved, as if kept."""
 
     first: int
     freed: int
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
 
 
 class AllKept:
-    """What another pass at the same place saved, all of it kept."""
+    """What an earlier pass at the same place saved, all of it counted as kept."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]], kept: int) -> None:
         self._rows, self.kept, self.rebuilt = rows, kept, 0
@@ -59,22 +59,21 @@ class AllKept:
 
 
 class Alone:
-    """The passes at one place that are left alone since the last that was looked at."""
+    """The passes at one place that are left alone since the last that was recorded."""
 
     def __init__(self, seen: Seen) -> None:
         self.seen, self._left = seen, _AGAIN
         larger = min(max(SMALL / max(seen.freed, 1), 1.0), _LARGER)
         self.most = max(seen.first, 1) * larger
-        """Bytes of the first tensor, up to which little is freed: of a pass that is much larger, what was not
-        worth a rebuild may be."""
+        """Bytes of the first tensor up to which rebuilds free little; a pass with more is recorded."""
 
     def is_left(self) -> bool:
-        """Is the next pass left alone, too?"""
+        """Whether the next pass is left alone, too."""
         self._left -= 1
         return self._left >= 0
 
     def is_other(self, nodes: int) -> bool:
-        """Has the pass made many more nodes than the one that was looked at?"""
+        """Whether the pass made many more nodes than the one that was recorded."""
         return nodes > _MORE_NODES * self.seen.nodes
 
 
@@ -87,13 +86,13 @@ def place_of(frame: FrameType) -> Hashable:
 
 
 def left_alone(place: Hashable) -> Alone | None:
-    """What is known of the passes at this place, if the next is left alone."""
+    """What is known of the passes at this place, if the next one is left alone; else None."""
     known = _LEFT_ALONE.get(place)
     return known if known is not None and known.is_left() else None
 
 
 def note(place: Hashable, seen: Seen | None) -> None:
-    """A pass was looked at; None: it is to be looked at again."""
+    """Note that a pass was recorded; with None, that the next one is to be."""
     if seen is None or seen.freed > SMALL:
         _LEFT_ALONE.pop(place, None)
         return
@@ -103,28 +102,28 @@ def note(place: Hashable, seen: Seen | None) -> None:
 
 
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Autograd's nodes that this thread has made so far."""
+"""How many autograd nodes this thread has made so far."""
 
 
 class FirstTensor:
-    """The pack hook of a pass that is left alone: it looks at the first tensor, and goes."""
+    """The pack hook of a pass that is left alone: it examines the first tensor, and removes itself."""
 
     def __init__(
         self, look: Callable[[], bool], least: float, most: float, timer: Timer | None = None
     ) -> None:
-        """`look()` sets another hook in the place of this one, where the first tensor has not from `least` to
-        `most` bytes: torch is to call that itself, as the frame above it tells which call saves. False if it
-        could not be set."""
+        """`look()` replaces this hook if the first tensor does not have from `least` to `most` bytes; it
+        returns False if it cannot. Torch itself must call the new hook, which reads from the frame above it
+        which call saves."""
         self._least, self._most, self._look, self._timer = least, most, look, timer
         self._thread = get_ident()
         self._is_timed = timer is not None  # until the first tensor is packed
         self.hooks: PassHooks | None = None
-        self.is_other = False  # is the pass looked at, since it is none of those that are left alone?
-        self.is_over = False  # has this hook gone, or the pass been closed?
-        self.kept: list[Kept] = []  # before it was looked at
+        self.is_other = False  # whether the pass is recorded, as it is not like those that are left alone
+        self.is_over = False  # whether this hook was removed or the pass closed
+        self.kept: list[Kept] = []  # what was packed before the pass was recorded
 
     def forget(self) -> None:
-        """Let go of the tensors, and of the pass, which holds this. A thread may still have this hook."""
+        """Release the tensors, and the pass, which refers to this. A thread may still have this hook."""
         self.kept, self.is_over, self.hooks = [], True, None
         del self._look
 
@@ -158,7 +157,7 @@ class FirstTensor:
 
 
 def kept_of(tensor: Tensor) -> Kept:
-    """What is packed of a tensor that is held, and that `read` unpacks."""
+    """What is packed for a tensor that is kept, for `read` to unpack."""
     return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 

@@ -1,7 +1,7 @@
-"""What a step takes on its own clock: from the opening of a pass to the end of its backward pass.
+"""How long a step takes: from the opening of a pass to the end of its backward pass.
 
-The backward pass reads last what was saved first. Whoever reads that asks autograd's engine to be called when
-all is done. On a GPU events are recorded at both ends, and read at a later pass, so that nobody waits.
+The backward pass reads last what was saved first; this read asks autograd's engine for a callback at the end.
+On a GPU events are recorded at both ends, and read when a later pass opens, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from leannorm.saving.evidence import is_parameter
 
 clock = perf_counter
-_opened = 0  # passes of this process
+_opened = 0  # how many passes this process has opened
 
 
 def opened() -> int:
-    """Another pass is opened now; returns its number."""
+    """Note that a pass opens now; returns its number."""
     global _opened
     _opened += 1
     return _opened
 
 
 class Timer:
-    """The time of one pass. `told(timer, seconds)` is called when it is known: never, if another pass was
-    opened before this one's backward pass had ended, since then the time is that of both."""
+    """The time of one pass. `told(timer, seconds)` is called once it is known. It is never called if another
+    pass opens before this one's backward pass has ended, since the time would be that of both."""
 
     def __init__(self, number: int, told: Callable[[Timer, float], None]) -> None:
         self._number, self._told, self._reached = number, told, False
         self._events = self._event(), None
         self.size = 0  # bytes of the first tensor
-        self.watching: Any = None  # what sees that the first saved value is gone
+        self.watching: Any = None  # an object that notes when the first saved value is gone
         self._start = clock()
 
     @staticmethod
@@ -47,11 +47,11 @@ class Timer:
         return event
 
     def reach(self, _: object = None) -> None:
-        """What was saved first is read, or gone."""
+        """Note that what was saved first is read, or gone."""
         if self._reached:
             return
         self._reached = True
-        with suppress(RuntimeError):  # not in a backward pass
+        with suppress(RuntimeError):  # raised outside of a backward pass
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -63,7 +63,7 @@ class Timer:
             self._events = self._events[0], self._event()
 
     def ask(self) -> bool:
-        """Is nothing to be waited for? A GPU's time is told here, once it is known."""
+        """Whether there is nothing to wait for. A GPU's time is passed on here, once it is known."""
         start, end = self._events
         if end is None:
             return start is None or _opened != self._number
@@ -75,14 +75,15 @@ class Timer:
 
 
 class Timed(NamedTuple):
-    """What is packed of the first tensor: how it is unpacked, and whom its reading is told."""
+    """What is packed for the first tensor: how to unpack it, and the timer to notify when it is read."""
 
     unpack: Callable[[], Any]
     timer: Timer
 
 
 class TimedPack:
-    """A pack hook that packs the first tensors as another does, and goes. For hooks that read no frames."""
+    """A pack hook that packs the first tensors as another hook does, and then lets that hook take over. It is
+    for hooks that read no frames."""
 
     def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], timer: Timer) -> None:
         self._pack, self._unpack, self._timer, self._is_first = pack, unpack, timer, True

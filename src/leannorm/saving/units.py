@@ -1,4 +1,4 @@
-"""FSDP2's units: the weights of one are there while it runs, forward or backward, and freed in between."""
+"""FSDP2's units: the weights of a unit exist while it runs, forward or backward, and are freed in between."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _STATES = "torch.distributed._composable_state"
 
 
 class Units:
-    """Which unit owns a weight, and whether it runs now. Read from torch's own records of this process."""
+    """Finds the unit that owns a weight, and whether it runs now, in torch's own records of this process."""
 
     def __init__(self) -> None:
         self._owners: dict[int, Any] = {}  # by the weight's memory
-        self._seen = 0  # groups of weights that have been gathered before
-        self.freed_first: Any = None  # the first unit of which that was asked, and which did not run
+        self._seen = 0  # how many groups of weights had been gathered when `_owners` was made
+        self.freed_first: Any = None  # the first unit that owned a weight asked for, and did not run
 
     @property
     def exist(self) -> bool:
-        """Has this process sharded a module?"""
+        """Whether this process has sharded a module."""
         return _FULLY_SHARD in sys.modules and bool(_modules())
 
     def owner_runs(self, tensor: Tensor) -> int:
-        """0: it is no unit's weight; 1: of one that runs now; 2: of one that does not.
+        """0: the tensor is not a unit's weight; 1: its unit runs now; 2: its unit does not run now.
 
-        What saves a tensor now reads it in its own backward pass, when the units run that run now.
+        A node that saves a tensor now reads it in its own backward pass, when the same units run again.
         """
         unit = self._owner_of(tensor)
         if unit is None or unit._training_state.name == "FORWARD":

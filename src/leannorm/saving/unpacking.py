@@ -1,4 +1,4 @@
-"""What a pass unpacks that is left as it is: tensors, and the first one of a pass that is timed."""
+"""The unpack hook of passes that are not recorded: it gets tensors, and a timed pass's first one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lean(verify=True)`: every rebuilt tensor is compared with the one that stock autograd would have held."""
+"""`lean(verify=True)`: every rebuilt tensor is compared with the one that plain PyTorch would have kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_equal(rebuilt: Tensor, original: Tensor, name: str, where: str) -> Non
     if where:
         what += f", saved in {where},"
     if layout(rebuilt) != layout(original):
-        raise RebuildError(f"{what} was rebuilt in another layout: {layout(rebuilt)} for {layout(original)}")
+        raise RebuildError(f"{what} was rebuilt in another layout: {layout(rebuilt)}, not {layout(original)}")
     if same_bits(rebuilt, original):
         return
     ours, stock = (t.reshape(-1) for t in (rebuilt, original))
@@ -32,7 +32,7 @@ def check_equal(rebuilt: Tensor, original: Tensor, name: str, where: str) -> Non
 
 
 class Layers:
-    """Tracks the innermost module that is running, by global module hooks; this thread's modules only."""
+    """Tracks the innermost module that runs in this thread, by global module hooks."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()

@@ -1,7 +1,7 @@
-"""Passes of an `overhead`: what their steps take is measured, and the plan corrected until it is as asked.
+"""Passes with an `overhead`: their steps are timed, and the plan is corrected until they take what was asked.
 
 Plain passes alternate with those that follow the plan (`planning/loop.py`). They keep everything, as without
-`lean()`: where there is not twice the memory that this takes, nothing is measured.
+`lean()`. If less than twice the memory that this takes is free, nothing is measured.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.small import AllKept
 from leannorm.saving.timing import Timer
 
-_NEAR = 0.75, 4 / 3  # of the first tensor's size: there a pass is one of those that are measured
+_NEAR = 0.75, 4 / 3  # of the first tensor's size: a pass in between is one of those that are measured
 _MAX_PLACES = 4096
 
 
 @dataclass
 class Watch:
-    """The passes at one place. `loop`: of those that the last pass was one of; None: it followed no plan.
+    """The passes at one place. `loop`: chooses the plans of the last pass's kind; None if it followed none.
 
-    `first`: bytes of its first tensor. `nodes`: that it has made. `kept`: what all of them would keep.
+    `first`: bytes of that pass's first tensor. `nodes`: how many it made. `kept`: what plain passes keep.
     """
 
     loop: Loop | None = None
@@ -36,16 +36,16 @@ class Watch:
     first: int = 0
     nodes: int = 0
     kept: AllKept | None = None
-    timers: list[Timer] = field(default_factory=list)  # whose time is not known yet
-    unmeasured: str | None = None  # why not
+    timers: list[Timer] = field(default_factory=list)  # those whose time is not known yet
+    unmeasured: str | None = None  # why steps are not measured
 
     @property
     def is_off(self) -> bool:
-        """Is every pass plain, as the least that can be rebuilt takes too long?"""
+        """Whether every pass is plain, as even the smallest rebuild takes too long."""
         return self.loop is not None and self.loop.is_off
 
     def next(self) -> str:
-        """What the pass is to be that is opened now."""
+        """Which kind the pass that opens now should be: plain, or by the plan."""
         self.timers = [timer for timer in self.timers if not timer.ask()][-4:]
         loop = self.loop
         if loop is None:
@@ -60,17 +60,17 @@ class Watch:
         return loop.next()
 
     def timer(self, number: int, kind: str) -> Timer | None:
-        """For the pass that is opened now, if its time counts."""
+        """A timer for the pass that opens now, if its time counts; else None."""
         if self.loop is None or not self.loop.is_timed:
             return None
         return Timer(number, partial(_note, self.loop, kind, self.loop.at))
 
     def bounds(self) -> tuple[float, float]:
-        """Bytes of the first tensor of a plain pass."""
+        """The fewest and the most bytes that the first tensor of a plain pass may have."""
         return _NEAR[0] * self.first, _NEAR[1] * self.first
 
     def reasons(self) -> list[str]:
-        """What was measured, where it is not what was asked."""
+        """Why steps are not measured, or take more than was asked."""
         told = [] if self.unmeasured is None else [self.unmeasured]
         if self.loop is not None and self.loop.is_off:
             told.append(reasons.off(self.loop.asked, self.loop.measured))
@@ -86,8 +86,8 @@ _WATCHED: dict[Hashable, Watch] = {}
 
 
 def watch_of(place: Hashable) -> Watch | None:
-    """What is known of the passes at this place. With several ranks nothing is measured, as each waits for
-    the others."""
+    """What is known of the passes at this place. None with several ranks: each waits for the others, so times
+    say little."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return None
     if len(_WATCHED) >= _MAX_PLACES:
@@ -96,8 +96,8 @@ def watch_of(place: Hashable) -> Watch | None:
 
 
 def free_bytes() -> int | None:
-    """Memory that this process could still take: of the GPU that is used, or of the machine, or of its
-    container; None where nobody says."""
+    """Memory that this process could still take: on its GPU if it uses one, else on the machine or in its
+    container; None on a system that does not say."""
     if torch.cuda.is_initialized():
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,6 +1,6 @@
-"""The log in Python, where the C++ nodes are not built: what csrc/nodes/record/ does, by a mode of torch.
+"""The log in Python, used if the C++ nodes are not built: a mode of torch does what csrc/nodes/record/ does.
 
-Its names are those that C++ has for saving/recorded.py.
+It has the same names as the C++ library, for saving/recorded.py.
 """
 
 from leannorm.saving.log.hooks import alive as alive
@@ -15,9 +15,9 @@ from leannorm.saving.log.trials import forget_trials as forget_trials
 
 
 class Learned:
-    """What a pass under `limit=` leaves to the next ones: nothing, here."""
+    """What passes under `limit=` have learned: here, nothing."""
 
 
 def bytes_in_use() -> int:
-    """Nobody says."""
+    """The process's bytes: 0, as the log in Python does not know them."""
     return 0

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks: a tensor is saved by its value, and read back."""
+"""The saved-tensor hooks: one saves a tensor as a value of the log, the other reads it back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from leannorm.saving.shards import counter_of as counter_of_shared
 
 
 class _OfPython:
-    """What saving/recorded.py hands to the log, whichever it is."""
+    """The functions that saving/recorded.py passes to the log."""
 
     others: Callable[[Any], Tensor]
     local: Callable[[Tensor], Tensor | None]
@@ -45,7 +45,7 @@ PYTHON = _OfPython()
 
 
 class Other:
-    """A tensor that the log keeps and cannot read, such as a sparse one; there as long as a node has it."""
+    """A tensor that the log keeps but cannot read, such as a sparse one. A node's `Saved` refers to it."""
 
     __slots__ = ("__weakref__", "dtype", "nbytes", "place", "sizes")
 
@@ -57,12 +57,12 @@ _ALIVE = set[int]()
 
 
 def alive() -> int:
-    """Tensors that nodes have saved, in all passes."""
+    """How many saved tensors nodes still have, in all passes."""
     return len(_ALIVE)
 
 
 class Saved:
-    """What a node keeps in the place of a tensor: a value as a view shows it, or a tensor that is kept."""
+    """What a node keeps instead of a tensor: a value and how a view shows it, or a tensor that is kept."""
 
     __slots__ = (
         "backward_passes",
@@ -84,15 +84,15 @@ class Saved:
         _ALIVE.add(id(self))
         self.log: Log | None = None
         self.value, self.version = -1, 0
-        self.follower: Any = None  # of the pass
-        self.backward_passes = 0  # that it had seen
-        self.shape: Geometry | None = None  # none: as the value was made
+        self.follower: Any = None  # that of the pass
+        self.backward_passes = 0  # how many had begun within the pass before
+        self.shape: Geometry | None = None  # None: as the value was made
         self.counter: Tensor | None = None
         self.tensor: Tensor | None = None
-        self.original: Tensor | None = None  # under verify, what a rebuild is compared with
-        self.layer: str | None = None  # that saved it
+        self.original: Tensor | None = None  # with verify, the tensor to compare a rebuild with
+        self.layer: str | None = None  # the layer that saved it
         self.other: Other | None = None
-        self.spec: Any = None  # how ranks share the DTensor whose local tensor the value is
+        self.spec: Any = None  # how ranks share the DTensor, if the value is its local tensor
         self.is_leaf = False
 
     def __del__(self) -> None:
@@ -123,7 +123,7 @@ class Saved:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """A parameter, or a view of one: it exists without autograd, also where it is frozen."""
+    """Whether it is a parameter, frozen or not, or a view of one: those exist without autograd."""
     base = tensor if tensor._base is None else tensor._base
     return base.is_leaf and (base.requires_grad or isinstance(base, torch.nn.Parameter))
 
@@ -133,14 +133,14 @@ def _is_of_node(tensor: Tensor, name: str) -> bool:
 
 
 def _is_made_by_checkpoint(tensor: Tensor) -> bool:
-    """Is it the output of a checkpoint that is a function of autograd's (use_reentrant=True)?"""
+    """Whether it is the output of a checkpoint with use_reentrant=True, which is an autograd function."""
     node = tensor.grad_fn
     forward = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
     return is_of_checkpoint(forward)
 
 
 def _kept(log: Log | None, tensor: Tensor) -> Tensor:
-    """The tensor without its graph, which could lead back to the node that saves it."""
+    """The tensor without its graph, which may lead back to the node that saves it."""
     if tensor.grad_fn is None:
         return tensor
     if type(tensor) in PLAIN:
@@ -209,12 +209,12 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
 
 
 def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
-    """Save the tensor by its value. `whole`: what the node saves, of which it is this rank's part."""
+    """Save the tensor as a value. `whole`: what the node saves, of which `tensor` is this rank's part."""
     if _is_of_node(whole, "CompiledFunctionBackward"):
         log.meets(COMPILED)
     v = log.value_or_new(tensor)
     x = log.values[v]
-    if x.copied:  # for others; this node reads the memory itself, as in plain PyTorch
+    if x.copied:  # the copy is for rebuilds; this node reads the memory itself, as in plain PyTorch
         saved.tensor = tensor if whole.grad_fn is None else alias_of(tensor)
         return
     shape = geometry_of(tensor)
@@ -235,7 +235,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
     movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= log.policy.smallest
     leaf = (
         whole.grad_fn is None and not movable
-    )  # autograd reads what it holds, also where its data is replaced
+    )  # autograd reads the tensor object, even after its data is replaced
     if leaf:
         saved.tensor = tensor
         if saved.spec is None:
@@ -257,7 +257,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
     if x.held is None:
         x.held, x.state = alias_of(tensor), HELD
     if shows_more:
-        x.call = -1  # other memory than its call has made
+        x.call = -1  # it shows memory that its call has not made
     if movable:
         log.to_move.append(v)
     if not leaf and drops:
@@ -270,7 +270,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
 
 
 def _read_by_user() -> bool:
-    """Is the reader a function of a user's, which may write into what it is given?"""
+    """Whether the node that reads is a user's function, which may write into the tensor that it gets."""
     node: Any = torch._C._current_autograd_node()
     if not isinstance(node, BackwardCFunction):
         return node is not None and "CppNode" in type(node).__name__
@@ -279,7 +279,7 @@ def _read_by_user() -> bool:
 
 
 def _is_of_others(log: Log, v: int) -> bool:
-    """Is it made of what a user's hooks have brought from elsewhere, as they give it?"""
+    """Whether it is made of a tensor in other memory that a user's hooks have returned."""
     looked, left = set[int](), [v]
     while left:
         one = left.pop()
@@ -304,7 +304,7 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
             x.rebuilt = x.elsewhere.bring(x)
         tensor = x.rebuilt
     elif x.held is not None:
-        tensor = x.held  # a node's own tensor may be edited unseen, as in plain PyTorch
+        tensor = x.held  # unseen edits of a node's own tensor raise no error, as in plain PyTorch
     else:
         tensor = replay.value(saved.value)
         if saved.original is None and not matches(x.sample, tensor) and not _is_of_others(log, saved.value):

@@ -1,4 +1,4 @@
-"""The log of what passes of one thread, that are open at once, call, read and make."""
+"""The log of the calls of one thread's open passes: what they read and make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Policy, Read
 
 
 class Log:
-    """What passes of one thread that are open at once write into."""
+    """The log that all open passes of one thread share."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
@@ -23,32 +23,30 @@ class Log:
         self.listed: list[int] = []  # values that nodes have saved, in order
         self.by_storage: dict[int, int] = {}
         self.unsettled: list[tuple[int, int]] = []  # values just written, and those before them
-        self.leaves: dict[int, int] = {}  # of a value: how many saved objects hold it themselves
-        self.packs = 0  # tensors that were packed
-        self.others: list[Any] = []  # weak references
+        self.leaves: dict[int, int] = {}  # by value: how many `Saved` objects refer to its tensor themselves
+        self.packs = 0  # how many tensors were packed
+        self.others: list[Any] = []  # weak references to tensors that the log cannot read
         self.policy = Policy()
-        self.passes: list[Any] = []  # that are open, the innermost last
-        self.to_move: list[int] = []  # values that may be held elsewhere
-        self.times: Any = None  # if a plan is to be made of the pass
+        self.passes: list[Any] = []  # the open ones, the innermost last
+        self.to_move: list[int] = []  # values that a user's hooks may get
+        self.times: Any = None  # set if a plan is to be made from a pass
         self.seconds: dict[int, float] = {}  # by call what it took, once a pass with a goal is open
         self.is_timed = False
-        self.recorder: Any = None  # the mode that writes it
-        self.behind = -1  # torch's count of nodes when the log began within an operator, which goes on
-        self.subclasses = False  # may there be any, such as DTensors?
+        self.recorder: Any = None  # the mode that writes the log
+        self.behind = -1  # torch's count of nodes when the log began within an operator that still runs
+        self.subclasses = False  # whether there may be any, such as DTensors
         self.stamp = 0
-        self.alive = 0  # saved tensors
-        self.task = (
-            -1
-        )  # the last backward pass that began before the passes had closed, by the engine's number
-        self.noted_packs = 0  # all that was saved before it
-        self.largest = 0  # of what was saved
-        self.busy = False  # does this thread make calls itself, which are none of the log's?
+        self.alive = 0  # how many saved tensors nodes still have
+        self.task = -1  # the engine's number of the last backward pass that began before the passes closed
+        self.noted_packs = 0  # how many tensors had been packed before that
+        self.largest = 0  # elements of the largest saved tensor
+        self.busy = False  # whether the log itself makes calls in this thread, which are not recorded
         self.closed = False
-        self.gone: list[tuple[int, Any, int]] = []  # saved objects that are to be let go of
+        self.gone: list[tuple[int, Any, int]] = []  # saved objects to forget at the end of `with self`
         self._lock, self._depth = threading.RLock(), 0
 
     def __enter__(self) -> Log:
-        """Two threads may come here, and one twice: what is freed in here may free what was saved."""
+        """Lock the log. Two threads may enter, and one twice, as a tensor freed here may free a saved one."""
         self._lock.acquire()
         self._depth += 1
         return self
@@ -62,21 +60,21 @@ class Log:
         self._lock.release()
 
     def forget_saved(self, v: int, of: Any, backward_passes: int) -> None:
-        """A node has let go of what it saved, in this pass behind so many backward passes."""
+        """Note that a node has released what it saved, in the pass `of`, after so many backward passes."""
         self.values[v].saves -= 1
         self.alive -= 1
         of.alive -= 1
         of.alive_then -= backward_passes < of.backward_passes
-        self.release(v)
+        self.remove_reader(v)
 
-    def release(self, v: int) -> None:
-        """One reader of the value less."""
+    def remove_reader(self, v: int) -> None:
+        """Count one reader of the value less, and free it after the last one."""
         left = [v]
         while left:
             x = self.values[left.pop()]
             x.refs -= 1
             if x.refs > 0:
-                x.left = min(x.left, x.refs)  # its reader may have had it
+                x.left = min(x.left, x.refs)  # the reader may have read it before
                 continue
             dropped = x.state == DROPPED
             x.held = x.elsewhere = x.rebuilt = x.shown = x.sample = None
@@ -88,13 +86,13 @@ class Log:
         self.let_go()
 
     def let_go(self) -> None:
-        """Of the memories, whose addresses may come again."""
+        """Release the memories, so that their addresses may be used again."""
         for memory in self.memories:
             torch.UntypedStorage._free_weak_ref(memory.weak)
         self.memories, self.by_storage = [], {}
 
-    def begin_anew(self) -> None:
-        """A pass in which all that was saved is gone, such as one around a whole training."""
+    def start_over(self) -> None:
+        """Forget the calls of a pass whose saved tensors are all gone, such as one around a training loop."""
         self.settle()
         self.let_go()
         for kept in (self.values, self.calls, self.listed, self.to_move):
@@ -105,8 +103,7 @@ class Log:
         self.largest = 0
 
     def backward_begins(self) -> None:
-        """A backward pass runs before the passes that are open have closed: what it is going to free is
-        noted."""
+        """Have each open pass note what a backward pass, which runs before they close, is going to free."""
         task = torch._C._current_graph_task_id()
         if task < 0 or task == self.task or self.packs == self.noted_packs:
             return
@@ -116,20 +113,21 @@ class Log:
                 one.note()
 
     def waits(self) -> bool:
-        """Until the next node is made: a kernel that had begun before the log calls operators itself."""
+        """Whether calls are not recorded yet, until the next node is made: they are parts of an operator that
+        had begun before the log."""
         if self.behind >= 0 and self.behind != torch._C._autograd._get_sequence_nr():
             self.behind = -1
         return self.behind >= 0
 
     def meets(self, what: int) -> None:
-        """Each open pass notes what it met."""
+        """Have each open pass note what it met."""
         for one in self.passes:
             one.meet(what)
 
     # ------------------------------------------------------------ values
 
     def new_value(self, memory: int, tensor: Tensor, call: int) -> int:
-        """Called `beside` the program."""
+        """A new version of the memory. Call it within `beside()`."""
         nbytes = tensor.untyped_storage().nbytes()
         self.values.append(Value(memory, call, geometry_of(tensor), nbytes, counter_of(tensor)))
         return len(self.values) - 1
@@ -143,8 +141,8 @@ class Log:
         return v
 
     def value_of(self, tensor: Tensor, moved: int = 0) -> int:
-        """The value that the tensor shows now; -1: its memory is new. `moved`: by how much a call that is
-        about to write may have moved its counter."""
+        """The value that the tensor shows now, or -1 if its memory is new. `moved`: by how much a call that
+        is about to write may already have moved its counter."""
         number = self.by_storage.get(tensor.untyped_storage()._cdata)
         if number is None:
             return -1
@@ -156,7 +154,7 @@ class Log:
         if x.version + moved == now or x.is_marked(self):
             x.marked, x.version = x.marked or not moved, now
             return memory.current
-        x.lost = True  # the counter has moved, and no operator has written
+        x.lost = True  # the counter moved, but no recorded operator wrote
         with beside():
             memory.current = self.new_value(number, tensor, -1)
         return memory.current
@@ -166,11 +164,11 @@ class Log:
         return self.new_memory(tensor, -1) if known < 0 else known
 
     def written(self, number: int, tensor: Tensor, call: int) -> None:
-        """The call has written the memory; its version counter moves behind it."""
+        """Note that the call has written the memory, whose version counter moves later."""
         memory, one = self.memories[number], self.calls[call]
         before = memory.current
         old = self.values[before]
-        if one.rule.reshapes:  # the contents are as they were
+        if one.rule.reshapes:  # the contents have not changed
             self.unsettled.append((before, before))
             return
         with beside():
@@ -178,19 +176,17 @@ class Log:
                 number, tensor, call if one.rule.edits or one.rule.sends else -1
             )
         self.values[made].made = old.made
-        if one.rule.edits:  # else it is written beside the result
+        if one.rule.edits:  # else the memory is not the call's result
             one.outs.append(made)
             one.before = before
         if old.saves and not old.elsewhere and old.shown is None:
-            storage = (
-                memory.storage()
-            )  # whoever has saved it reads what is there, if autograd has not seen it
+            storage = memory.storage()  # nodes read what is there now, if autograd has not seen the write
             if storage is not None and storage.nbytes() >= old.made.extent:
                 old.shown = over(storage, old.made)
         self.unsettled.append((made, before))
 
     def settle(self) -> None:
-        """The counters of what was written have moved."""
+        """Take over the counters of what was written, which have moved by now."""
         for made, before in self.unsettled:
             x, old = self.values[made], self.values[before]
             moved = x.counter._version - x.version
@@ -208,21 +204,21 @@ class Log:
         return self.values[read.value].made if read.shape is None else read.shape
 
     def inputs_of(self, call: Call) -> list[int]:
-        """What the call is made again from, each as often as it is read."""
+        """The values that are read when the call is made again, each as often as it is read."""
         inputs = [read.value for i, read in enumerate(call.reads) if self.is_read(call, i)]
         return inputs + [self.result_of(call, out) for out in results_read(call)]
 
     def is_read(self, call: Call, i: int) -> bool:
-        """Is this argument read when the call is made again?"""
+        """Whether this argument is read when the call is made again."""
         rule, read = call.rule, call.reads[i]
         if call.by_result and rule.instead is not None:
             return read.at in rule.sources
         if rule.gate >= 0 and call.args[rule.gate] and read.at in rule.writes:
-            return False  # what the call itself has moved since
+            return False  # it is a statistic that the call itself has updated
         return i > 0 or not self.fills_all(call)
 
     def fills_all(self, call: Call) -> bool:
-        """Does the call fill all of the memory that it writes?"""
+        """Whether the call fills all of the memory that it writes."""
         if not call.rule.fills or call.before < 0 or not call.reads:
             return False
         first, x = call.reads[0], self.values[call.before]

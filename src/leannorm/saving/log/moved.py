@@ -1,4 +1,4 @@
-"""`held=`: what is held goes through a user's hooks: to the host, to a file, compressed."""
+"""`held=`: tensors that are kept go through a user's hooks: to the host, to a file, compressed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from leannorm.saving.log.values import HELD, Value
 
 
 class Elsewhere:
-    """What a user's hooks hold. `is_other`: is what they return other memory?"""
+    """A tensor that a user's hooks keep. `is_other`: whether they return it in other memory."""
 
     def __init__(self, bring: Callable[[], Tensor], memory: StorageWeakRef) -> None:
         self._bring, self._memory, self.is_other = bring, memory, True
 
     def bring(self, x: Value) -> Tensor:
-        """It, laid out as it was."""
+        """The tensor, in its old layout."""
         made = x.made
         with _disable_current_modes(), torch.no_grad():
             tensor = self._bring()
@@ -50,8 +50,8 @@ class Elsewhere:
 
 
 def hand_over(log: Log) -> None:
-    """Values that wait for it are handed to the innermost pass's hooks, once the call that reads them has
-    ended: it may write them."""
+    """Give the values in `to_move` to the innermost pass's hooks. This waits until the call that reads them
+    has ended, as it may write them."""
     waiting, log.to_move = log.to_move, []
     hold = log.passes[-1].hold if log.passes else None
     if hold is None:

@@ -1,4 +1,4 @@
-"""A pass of the log is opened and closed, and what it has saved is read."""
+"""Opens and closes a pass of the log, and reports what it has saved."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from leannorm.saving.flags import Flags
 from leannorm.saving.log.hooks import PYTHON
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
-from leannorm.saving.log.plans import Follower, Times, said, timeline_of
+from leannorm.saving.log.plans import Follower, Times, reason_of, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
 from leannorm.saving.log.rules import RULES, TABLE, Row
 from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
 
 
 class RecordedTensors:
-    """What a pass holds when it closes, to be read also when a backward pass has freed it."""
+    """What a pass keeps when it closes, which can be read even after a backward pass has freed it."""
 
     def __init__(self) -> None:
         self.held = self.dropped = 0
         self._rows: list[tuple[Any, ...]] = []
 
     def add(self, log: Log, x: Value, instead: int) -> None:
-        """`instead`: bytes of what is held in its place."""
+        """`instead`: bytes of what is kept instead of it."""
         dropped = x.state == DROPPED
         nbytes = x.storage_bytes - min(instead, x.storage_bytes)
-        name, why = "" if x.call < 0 else log.calls[x.call].rule.name, said(x)
+        name, why = "" if x.call < 0 else log.calls[x.call].rule.name, reason_of(x)
         self._rows.append(
             (name, list(x.made.sizes), x.made.dtype, nbytes, dropped, why.why, x.saves > 0, why.of)
         )
@@ -48,7 +48,7 @@ class RecordedTensors:
 
 
 class _Then(NamedTuple):
-    """What there was when a backward pass began before the pass had closed."""
+    """What a pass had saved when a backward pass began within it."""
 
     saved: RecordedTensors
     seen: int
@@ -57,7 +57,7 @@ class _Then(NamedTuple):
 
 
 class RecordedPass:
-    """One pass, from its making to `close`. Those of one thread that are open at once share one log."""
+    """One pass, recorded from its creation until `close`. All open passes of one thread share a log."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class RecordedPass:
         gathers: bool,
         smallest: int,
     ) -> None:
-        """`flags` are for C++, which reads them once a pass; here each call has its own."""
+        """`flags` are for C++, which reads them once per pass; here each call has its own."""
         self.layer, self.hold, self.other = layer, hold, other
         log = THREAD.log
         if log is None or log.closed:
@@ -129,7 +129,7 @@ class RecordedPass:
             self.close()
 
     def _note_those_alone(self) -> None:
-        """What no node made, and autograd alone has, such as the workspace of a recurrent layer."""
+        """Note values that no node made and only autograd has, such as the workspace of a recurrent layer."""
         log = self.log
         for v in log.listed[self.first :]:
             x = log.values[v]
@@ -154,17 +154,17 @@ class RecordedPass:
                 x.why = Why.ALONE
 
     def begins_within_a_call(self) -> None:
-        """It was opened by the hook of a tensor that an operator saves."""
+        """Note that the hook for a tensor that an operator saves has opened the pass."""
         if not self.log.calls:
             self.log.behind = torch._C._autograd._get_sequence_nr()
 
     @property
     def _then(self) -> _Then | None:
-        """What it had saved, if a backward pass has freed that since."""
+        """What the pass had saved, if a backward pass has freed that since; else None."""
         return self._noted if self.follower.is_over() else None
 
     def note(self) -> None:
-        """A backward pass begins before this one has closed."""
+        """Note what the pass has saved, as a backward pass begins within it."""
         self.follower.noted = 0
         timeline = None if self.follower.times is None else self.timeline()
         self._noted = _Then(self.saved(), self.seen(), self.places(), timeline)
@@ -172,7 +172,7 @@ class RecordedPass:
         self.follower.backward_passes += 1
 
     def _renew(self) -> None:
-        """All that it saved is gone, and the program goes on: the step ends, and another one begins."""
+        """End a step whose saved tensors are all freed, and begin another one in the same pass."""
         then, log, follower = self._noted, self.log, self.follower
         assert then is not None
         way: Any = getattr(follower.ask, "__self__", None)
@@ -198,7 +198,7 @@ class RecordedPass:
         return 0
 
     def device(self) -> str:
-        """That of the largest tensor that it has saved: a mode records CPU tensors alone."""
+        """The device of the largest saved tensor, which decides the rates of a plan: here always the CPU."""
         return "cpu"
 
     def places(self) -> int:
@@ -206,7 +206,7 @@ class RecordedPass:
         return self.follower.place + 1 if then is None else then.places
 
     def timeline(self) -> tuple[Any, ...]:
-        """What a plan is made from."""
+        """The calls, values and saved tensors from which a plan is made."""
         then = self._then
         if then is not None:
             return then.timeline or ()
@@ -224,8 +224,8 @@ class RecordedPass:
         return [call.rule.name for call in self.log.calls]
 
     def saved(self) -> RecordedTensors:
-        """What it has saved, and what of that is still there, or was when the backward pass began that has
-        freed it."""
+        """What the pass has saved that is still in memory, or was when the backward pass began that freed
+        it."""
         then = self._then
         if then is not None:
             return then.saved
@@ -234,7 +234,7 @@ class RecordedPass:
             beside = [
                 x for x in log.values if not x.listed and x.held is not None and (x.call >= 0 or x.copied)
             ]
-            instead: dict[int, int] = {}  # bytes of what is held for a value that is dropped
+            instead: dict[int, int] = {}  # by dropped value, the bytes of what is kept instead
             for x in beside:
                 if x.instead >= 0 and x.held is not None:
                     instead[x.instead] = instead.get(x.instead, 0) + x.held.untyped_storage().nbytes()
@@ -271,6 +271,6 @@ def set_operator(
 
 
 def set_recorded(others: Any, local: Any, spec: Any, shared: Any, compare: Any) -> None:
-    """What saving/recorded.py does for the log."""
+    """Set the functions that saving/recorded.py passes to the log."""
     PYTHON.others, PYTHON.local, PYTHON.spec = others, local, spec
     PYTHON.shared, PYTHON.compare = shared, compare

@@ -1,4 +1,4 @@
-"""A pass that follows a plan, and the timeline of one that a plan is made of."""
+"""How a pass follows a plan, and the timeline of a pass from which a plan is made."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Polic
 from leannorm.saving.log.walk import Walk
 
 _nodes_made = torch._C._autograd._get_sequence_nr
-_WANTS, _HAS_GRADIENT = 1, 2  # of a value: a gradient comes; it is added to one that is there
+_WANTS, _HAS_GRADIENT = 1, 2  # bits of a value: it gets a gradient; that is added to an existing one
 
 
 class Places:
-    """What a plan says of the tensors that a pass saves, in order: each is dropped, or kept for a reason."""
+    """What a plan does with each tensor that a pass saves, in order: drop it, or keep it for a reason."""
 
     def __init__(
         self, calls: Iterable[tuple[Any, ...]], drops: list[bool], whys: list[int], of: list[str]
@@ -31,40 +31,41 @@ def by_plan(policy: Policy) -> Policy:
     return policy._replace(sums=1 << 20, row=1 << 20, runs=2048, by_plan=True)
 
 
-def said(x: Value) -> Cause:
-    """What is said of a value that is held."""
+def reason_of(x: Value) -> Cause:
+    """The reason that is given for a value that is kept."""
     if x.why == Why.NOT_AT_HAND and x.cause.why != Why.NONE:
         return x.cause
     return Cause(x.why, x.cause.of if x.why == x.cause.why and x.why != Why.COLLECTIVE else "")
 
 
 class Follower:
-    """One pass's way along a plan. Where it is not as planned, or there is no plan, Python says what to do:
-    `ask(place, (kind, sizes, strides, dtype, number))` returns: is it dropped, the plan from here on, why it
-    is kept, and because of which operator."""
+    """How one pass follows a plan. If the pass is not as planned, or has no plan, `ask(place, (kind, sizes,
+    strides, dtype, number))` decides. It returns whether the tensor is dropped, the plan from here on, why
+    the tensor is kept, and the operator to which the reason applies."""
 
     def __init__(self, ask: Callable[..., Any] | None, policy: Policy, first: int) -> None:
         self.ask, self.policy, self.first = ask, policy, first
         self.plan: Places | None = None
-        self.place = -1  # the last one
+        self.place = -1  # that of the last tensor
         self.cause = Cause()
-        self.times: Times | None = None  # where a plan may be made of the pass
-        self.alive = 0  # saved tensors of the pass
-        self.alive_then = self.noted = 0  # those that were there when a backward pass last began within it
-        self.backward_passes = 0  # that did
-        self.renew: Callable[[], None] | None = None  # the pass begins again
+        self.times: Times | None = None  # set if a plan may be made from the pass
+        self.alive = 0  # how many saved tensors of the pass nodes still have
+        # how many there were when a backward pass last began within the pass, and how many of these are left
+        self.noted = self.alive_then = 0
+        self.backward_passes = 0  # how many have begun within the pass
+        self.renew: Callable[[], None] | None = None  # begins the pass again, for another step
 
     def is_over(self) -> bool:
-        """Has a backward pass freed what was noted? What is saved from then on is another step's."""
+        """Whether a backward pass has freed what was noted: what is saved from then on is another step's."""
         return self.noted > 0 and self.alive_then * 8 < self.noted
 
     def has_place(self, x: Value, tensor: Tensor) -> bool:
-        """Is there a choice? As in `decide`."""
+        """Whether a plan may keep or drop the tensor: it is one that `decide` may drop."""
         placed = self.ask is not None and tensor.grad_fn is not None and not x.parameter
         return placed and x.made.numel >= self.policy.smallest
 
     def drops(self, log: Log, x: Value, tensor: Tensor) -> bool:
-        """May this value be dropped? `tensor`: as it is saved now."""
+        """Whether this value may be dropped. `tensor`: as it is saved now."""
         assert self.ask is not None
         if self.renew is not None and self.is_over():
             self.renew()
@@ -84,7 +85,7 @@ class Follower:
         return drops
 
     def forget_times(self, log: Log) -> None:
-        """The log notes times as long as an open pass wants them."""
+        """Stop noting times for this pass; the log goes on if another open pass needs them."""
         self.times = None
         log.times = next((one.follower.times for one in log.passes if one.follower.times is not None), None)
 
@@ -97,43 +98,43 @@ class Save(NamedTuple):
 
 
 class Times:
-    """What only a pass of which a plan is made notes beside the log."""
+    """What is noted in addition to the log in a pass from which a plan is made."""
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
         self.of_value: dict[int, int] = {}
-        self.wants: dict[int, set[int]] = {}  # by call the tensors that it reads and that want a gradient
-        self.died: list[int] = []  # by memory: the first call that began when it was gone
+        self.wants: dict[int, set[int]] = {}  # by call, the reads of tensors that require a gradient
+        self.died: list[int] = []  # by memory, the first call that began after it was freed
         self._living: list[int] = []
 
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def saw(self, v: int, tensor: Tensor) -> None:
+    def note_gradient(self, v: int, tensor: Tensor) -> None:
         if tensor.requires_grad:
             base = tensor if tensor._base is None else tensor._base
             has = _HAS_GRADIENT if base.is_leaf and base.grad is not None else 0
             self.of_value[v] = self.of_value.get(v, 0) | _WANTS | has
 
     def made(self, call: Call, number: int, v: int, tensor: Tensor) -> None:
-        """A result has no graph yet."""
+        """Note a result. It has no graph yet, so its call's reads say whether it gets a gradient."""
         if call.grad_mode and number in self.wants and tensor.is_floating_point():
             self.of_value[v] = self.of_value.get(v, 0) | _WANTS
 
     def read(self, call: int, at: int, v: int, tensor: Tensor) -> None:
-        self.saw(v, tensor)
+        self.note_gradient(v, tensor)
         if tensor.requires_grad:
             self.wants.setdefault(call, set()).add(at)
 
     def saved(self, log: Log, by: Follower, placed: bool, v: int, tensor: Tensor) -> None:
-        self.saw(v, tensor)
+        self.note_gradient(v, tensor)
         node, last = tensor.grad_fn, len(log.calls) - 1
-        # an argument is saved before its call is seen, when the node is made; a result behind it
+        # a node saves arguments before their call is seen, and results after it
         is_result = log.values[v].call == last if node is None else node._sequence_nr() == _nodes_made() - 1
         self.saves.append(Save(by, by.place if placed else -1, v, last if is_result else last + 1))
 
-    def look(self, log: Log, call: int) -> None:
-        """Whose memory is gone when this call begins?"""
+    def note_freed(self, log: Log, call: int) -> None:
+        """Note the memories that are gone when this call begins."""
         self._living += range(len(self.died), len(log.memories))
         self.died += [-1] * (len(log.memories) - len(self.died))
         gone = [memory for memory in self._living if log.memories[memory].is_gone]
@@ -144,8 +145,8 @@ class Times:
 
 
 def _makes(log: Log, taken: set[int]) -> set[int]:
-    """Which values are made again, or could be: a plan may also drop what was held only since too much in a
-    row leads to it, as it holds others. `taken`: what that would hold though nobody saves it."""
+    """The values that are rebuilt, or could be if a plan kept others: it may also drop a value that was kept
+    only because too many calls in a row lead to it. `taken`: values, saved by no node, that are then kept."""
     makes = set[int]()
     for v, x in enumerate(log.values):
         if x.state == DROPPED:
@@ -156,7 +157,7 @@ def _makes(log: Log, taken: set[int]) -> set[int]:
             continue
         was, x.held = x.held, None
         walk = Walk(log, v, 0, x.number) if x.saves else Walk(log, v, 0)
-        can = walk.able(v)
+        can = walk.is_available(v)
         x.held = was
         if not can:
             continue
@@ -172,8 +173,8 @@ def _makes(log: Log, taken: set[int]) -> set[int]:
 
 
 def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, ...]:
-    """The calls from `first` on, all values, what was saved, and bytes of `others`, as recorded_timeline.py
-    reads it."""
+    """The calls from `first` on, all values, what was saved, and the bytes of `others`, in the form that
+    recorded_timeline.py reads."""
     times = of.times
     if times is None:
         return [], [], [], [], others
@@ -194,12 +195,12 @@ def timeline_of(log: Log, of: Follower, first: int, others: int) -> tuple[Any, .
         inputs = log.inputs_of(log.calls[x.call]) if v in makes else []
         copied = x.copied or (
             v in taken and x.call < 0 and x.storage_bytes <= COPIED
-        )  # or would be, as in `need`
+        )  # or would be copied, as in `need`
         counts = (x.refs > 0 or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
         maker, whole = -1 if x.call < start else x.call - start, x.storage_bytes
         of_memory = x.memory, maker, whole, whole, x.made.nbytes
         of_dtype = x.made.dtype.itemsize, x.made.dtype.is_floating_point, times.of_value.get(v, 0)
-        why = said(x)
+        why = reason_of(x)
         states = x.refs > 0, v in makes, x.state != DROPPED, counts, copied
         values.append((*of_memory, *of_dtype, *states, why.why, inputs, why.of))
     saves = [

@@ -1,4 +1,4 @@
-"""What calls take: which of them much longer than reading what they make, and how many operations."""
+"""What calls cost: which of them take much longer than reading their result, and how many operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from leannorm.saving.log.values import Call
 _OF_CONVOLUTION, _OF_ATTENTION = (
     768,
     1024,
-)  # operations for each value of the output, above which it is costly
+)  # a call with more operations per value of its output is costly
 
 
 def is_costly(log: Log, call: Call) -> bool:
@@ -22,7 +22,7 @@ def is_costly(log: Log, call: Call) -> bool:
         x, weight = call.sizes(log, 0), call.sizes(log, 1)
         each = 2 * prod(weight[1:]) * (prod(x) / out if call.args[6] is True else 1)
         return len(weight) < 2 or each > _OF_CONVOLUTION
-    if call.rule.formula == MATRIX:  # with fewer outputs than inputs
+    if call.rule.formula == MATRIX:  # costly with fewer outputs than inputs
         a, sizes = _factor(log, call), log.values[call.outs[0]].made.sizes
         return not a or not sizes or a[-1] > sizes[-1]
     if call.rule.formula == ATTENTION:
@@ -37,7 +37,7 @@ def _factor(log: Log, call: Call) -> tuple[int, ...]:
 
 
 def operations(log: Log, call: Call) -> int:
-    """Of one call."""
+    """The number of operations of one call."""
     if not call.outs or call.by_result:
         return 0
     out = log.values[call.outs[0]].made.numel

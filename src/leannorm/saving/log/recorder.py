@@ -20,7 +20,7 @@ from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain
 from leannorm.saving.log.values import DROPPED, HELD, Call, Read
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
-COMPILED, OTHERS_HOOKS, FAILED = 1, 2, 16  # what a pass met, as `Met` in log.h
+COMPILED, OTHERS_HOOKS, FAILED = 1, 2, 16  # what a pass has met, as `Met` in log.h
 _MANY = 4096  # calls
 
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -33,11 +33,11 @@ class _OfThread(threading.local):
 
 
 THREAD = _OfThread()
-OWN: list[Any] = []  # the log's hook that unpacks
+OWN: list[Any] = []  # the log's own unpack hook
 
 
 def unpack_of_others() -> Any:
-    """The hook that unpacks what is saved now, if that is not the log's."""
+    """The unpack hook that is set now, if it is not the log's own."""
     top = _top_hooks(True)
     return None if top is None or top[1] in OWN else top[1]
 
@@ -47,7 +47,7 @@ def is_of_checkpoint(hook: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """One thread's, as long as a pass is open."""
+    """The mode that records one thread's calls while a pass is open."""
 
     supports_higher_order_operators = True
 
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Functions are compiled as they are without it."""
+        """Let torch compile functions as without this mode."""
         return True
 
     @left_to_python
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
 
 
 def own_modes() -> int:
-    """How many modes of this thread's are the log's."""
+    """How many of this thread's modes belong to the log."""
     return int(THREAD.log is not None and not THREAD.log.closed)
 
 
@@ -106,7 +106,7 @@ def push(mode: TorchDispatchMode) -> None:
 
 
 def remove(mode: TorchDispatchMode) -> None:
-    """This mode, and no other: of tasks that take turns in one thread, the first to end may lie below."""
+    """Remove this mode and no other: if tasks alternate in one thread, the first to end may not be on top."""
     above = []
     while torch._C._len_torch_dispatch_stack():
         top = modes._pop_mode()
@@ -124,12 +124,12 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
     if log.unsettled:
         log.settle()
     if not log.alive and len(log.calls) > _MANY:
-        log.begin_anew()
+        log.start_over()
         if log.times is not None:
             log.times.clear()
     number = len(log.calls)
     if log.times is not None:
-        log.times.look(log, number)
+        log.times.note_freed(log, number)
     full = rule.full(args, kwargs)
     call = Call(rule, full, len(args), tuple(kwargs))
     call.usable = False  # as long as it is not read whole
@@ -157,7 +157,7 @@ def _listed(given: Any) -> list[Tensor]:
 
 
 def read_arguments(log: Log, number: int, call: Call) -> dict[int, Any]:
-    """The tensors among the arguments, by position; what else is there, the call keeps."""
+    """The tensors among the arguments, by position; the call keeps the other arguments."""
     tensors: dict[int, Any] = {}
     for at, given in enumerate(call.args):
         if isinstance(given, Tensor):
@@ -185,7 +185,7 @@ def _read(log: Log, number: int, call: Call, at: int, place: int, tensor: Tensor
     v = log.value_or_new(tensor, call.rule.slack if at in call.rule.writes else 0)
     x, shape = log.values[v], geometry_of(tensor)
     same = shape == x.made
-    if not same and shape.extent > x.made.extent:  # other memory than its call has made
+    if not same and shape.extent > x.made.extent:  # it shows memory that its call has not made
         if x.state == DROPPED:
             call.usable = False
         else:
@@ -196,7 +196,7 @@ def _read(log: Log, number: int, call: Call, at: int, place: int, tensor: Tensor
 
 
 def about_to_write(log: Log, call: Call, tensor: Tensor, writes: Writes) -> None:
-    """What is made again from what the memory holds now gets a copy of it."""
+    """Note a memory that the call will write, and copy what it contains if rebuilds need that."""
     if not is_plain(tensor, in_any_bits=True):
         return
     v = log.value_or_new(tensor, call.rule.slack)

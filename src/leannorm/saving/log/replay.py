@@ -1,4 +1,4 @@
-"""Values are made again by the calls that made them, from what is held."""
+"""Rebuilds values by the calls that made them, from values that are kept."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _aten = torch.ops.aten
 
 
 class Replay:
-    """`is_trial`: nothing that is made is kept in the log."""
+    """One rebuild. `is_trial`: the log keeps nothing that it makes."""
 
     def __init__(self, log: Log, is_trial: bool = False) -> None:
         self.log, self.is_trial = log, is_trial
         self.made: dict[int, Tensor] = {}
 
     def value(self, top: int) -> Tensor:
-        """The value as it was made, or an alias of its memory."""
+        """The value, as its call made it, or an alias of its memory."""
         log, values = self.log, self.log.values
         order, uses, seen, left = list[int](), Counter[int](), set[int](), [top]
-        while left:  # depth first; a call stands behind all that it is made from
+        while left:  # depth first, so that a value comes after all that it is made from
             v = left.pop()
             if v < 0:
                 order.append(~v)
@@ -68,7 +68,7 @@ class Replay:
         return brought if x.elsewhere.is_other else self._checked(x, brought)
 
     def used(self, v: int) -> None:
-        """One reader has it."""
+        """Note that one reader has the value, which is freed after the last one."""
         x = self.log.values[v]
         if self.is_trial:
             return
@@ -150,13 +150,13 @@ class Replay:
             x.rebuilt = tensor
 
     def _by_results(self, call: Call, read: list[Any], results: dict[int, Tensor]) -> Tensor:
-        """Its first result, by another operator that reads others of its results."""
+        """The call's first result, by another operator that reads the call's other results."""
         full = self._arguments(call, read)
         if call.rule.instead is not None:
             told: dict[int, Any] = {ARGUMENT: full, RESULT: results}
             made = call.rule.instead(*(told[of][at] if of in told else None for of, at in call.rule.given))
             return made if isinstance(made, Tensor) else made[0]
-        # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and so it does of these
+        # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), with these arguments too
         x, weight, bias = full[:3]
         mean, rstd = results[1], results[2]
         scale = rstd if weight is None else torch.mul(rstd, weight)
@@ -166,7 +166,7 @@ class Replay:
         return made[0]  # type: ignore[no-any-return]
 
     def _edit(self, call: Call, read: list[Any]) -> None:
-        """In place: by its functional namesake, or on a copy of what was there."""
+        """Repeat a call that writes in place: by its functional variant, or on a copy of what was there."""
         v = call.outs[0]
         x, rule, first = self.log.values[v], call.rule, call.reads[0]
         fills = self.log.fills_all(call)

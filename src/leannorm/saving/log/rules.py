@@ -1,6 +1,6 @@
-"""What an operator is: may its call be made again, what does it write, how many operations does it take.
+"""What is known of an operator: whether it may be called again, what it writes, and what it costs.
 
-Its schema and its tags say most; a row of the table in saving/operators.py says the rest.
+Its schema and tags say most. A row of the table in saving/operators.py says the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SENDING = (
 
 
 class Row(NamedTuple):
-    """A row of the table. Positions count the schema's arguments."""
+    """A row of the table in saving/operators.py. Positions count the schema's arguments."""
 
     kind: int
     formula: int
@@ -39,19 +39,19 @@ TABLE: dict[str, Row] = {}
 
 
 class Rule:
-    """An operator. `again` makes its results a second time, or `instead` the first of them from others."""
+    """An operator. `again` computes its results again; `instead` computes the first from other results."""
 
     def __init__(self, op: Any) -> None:
         schema, self.op, self.again = op._schema, op, op
         self.instead: Any = None
         self.name = schema.name
         self.kind, self.formula, self.gate, self.fills, self.by_statistics = CHEAP, 0, -1, False, False
-        self.edits = False  # its result is its first argument, written
-        self.functional = False  # `again` makes a new tensor of what `op` writes
-        self.reshapes = False  # in place, and only how the tensor shows its memory
+        self.edits = False  # whether its result is its first argument, written in place
+        self.functional = False  # whether `again` returns a new tensor where `op` writes in place
+        self.reshapes = False  # whether it changes, in place, only how the tensor shows its memory
         self.given: list[tuple[int, int]] = []  # the arguments of `instead`
-        self.sources: set[int] = set()  # the arguments among them
-        self.results: list[int] = []  # and the results
+        self.sources: set[int] = set()  # those of them that are arguments of this call
+        self.results: list[int] = []  # those that are results of this call
         self.names = [one.name for one in schema.arguments]
         self.places = {name: i for i, name in enumerate(self.names)}
         self.defaults = [one.default_value if one.has_default_value() else None for one in schema.arguments]
@@ -68,7 +68,7 @@ class Rule:
         if op.namespace == "c10d" and self.name != "c10d::send":
             self.writes.append(0)
         if self.name == "fsdp::split_with_sizes_copy":
-            self.writes.clear()  # weights come back to where they were before
+            self.writes.clear()  # it brings weights back to where they were before
         self._read_table(schema, op)
 
     def _read_table(self, schema: Any, op: Any) -> None:
@@ -77,7 +77,7 @@ class Rule:
         if is_view:
             self.kind = SKIP
         elif is_composite or self.sends or torch.Tag.nondeterministic_seeded in op.tags:
-            self.kind = ONCE  # a composite comes here whole where autograd does not look
+            self.kind = ONCE  # a composite operator comes here undivided only where autograd is off
         row = TABLE.get(self.name)
         if row is not None:
             self.kind = row.kind if row.kind != SKIP or is_view else ONCE
@@ -131,7 +131,7 @@ RULES: dict[Any, Rule | None] = {}
 
 
 def rule_of(op: Any) -> Rule | None:
-    """None of what is no operator: a loop of a compiler's, or `prim::device`, by which modes are asked."""
+    """The rule of an operator; None for a compiler's loop or for `prim::device`, which asks for a device."""
     if op not in RULES:
         is_operator = isinstance(op, torch._ops.OpOverload) and op.namespace != "prim"
         RULES[op] = Rule(op) if is_operator else None

@@ -1,4 +1,4 @@
-"""How tensors show their memory, and what a few bytes of it tell."""
+"""How tensors show their memory, and samples of a few bytes that reveal edits."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Geometry(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Bytes of the memory from its start to behind the last element."""
+        """Bytes of the memory from its start to the end of the last element."""
         if 0 in self.sizes:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return (self.offset + last + 1) * self.dtype.itemsize
 
     def fills(self, nbytes: int) -> bool:
-        """Is it all of a memory of so many bytes, element by element?"""
+        """Whether it shows each element of a memory of `nbytes` bytes once."""
         return not self.offset and self.nbytes == nbytes == self.extent and 0 not in self.strides
 
 
@@ -46,7 +46,7 @@ def geometry_of(tensor: Tensor) -> Geometry:
     return Geometry(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
 
 
-# ---------------------------------------------------------------- what is called beside the program
+# ---------------------------------------------------------------- calls that the program does not see
 
 _K, _Keys = _C.DispatchKey, _C.DispatchKeySet
 
@@ -64,12 +64,12 @@ _BELOW = _EXCLUDED | _keys("AutogradFunctionality", "ADInplaceOrView")
 
 
 def beside() -> Any:
-    """Within it calls are seen by no mode: aliases share their version counter."""
+    """Hide calls from modes within the context; aliases made in it share their version counter."""
     return _C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED)
 
 
 def below() -> Any:
-    """Within it calls are seen by no mode, and by autograd neither."""
+    """Hide calls from modes and from autograd within the context."""
     return _C._ForceDispatchKeyGuard(_INCLUDED, _BELOW)
 
 
@@ -78,8 +78,8 @@ _VIEWS_OF_BITS = _keys("Conjugate", "Negative")
 
 
 def is_plain(tensor: Tensor, in_any_bits: bool = False) -> bool:
-    """Can the log read and make it? Subclasses, and tensors of transforms, show other memory than they
-    compute with. `in_any_bits`: conjugate or negative views, too, which are memory that may be written."""
+    """Whether the log can read and rebuild it. Subclasses and tensors of transforms compute with other memory
+    than they show. `in_any_bits`: allow conjugate and negative views too, whose memory a call may write."""
     keys = _C._dispatch_keys(tensor)
     if in_any_bits:
         keys = keys - _VIEWS_OF_BITS
@@ -101,7 +101,7 @@ _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def counter_of(tensor: Tensor) -> Tensor:
-    """A tensor without memory that shares the version counter; called `beside` the program."""
+    """A tensor without memory that shares the version counter. Call it within `beside()`."""
     kind = tensor.device, tensor.dtype
     if kind not in _EMPTY:
         _EMPTY[kind] = torch.empty(0, device=kind[0], dtype=kind[1])
@@ -111,7 +111,8 @@ def counter_of(tensor: Tensor) -> Tensor:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory and version counter, without a graph, which could lead back to who saves it."""
+    """A tensor with the same memory and version counter, without the graph, which may lead back to the node
+    that saves it."""
     with beside():
         return tensor.detach()
 
@@ -124,7 +125,7 @@ def over(storage: torch.UntypedStorage, shape: Geometry) -> Tensor:
 
 
 def copy_of(tensor: Tensor, shape: Geometry) -> Tensor:
-    """A copy of all of the storage, so that views keep their places."""
+    """A copy that has all of the storage, so that views keep their places."""
     with beside(), torch.no_grad():
         return over(tensor.untyped_storage().clone(), shape)
 
@@ -154,7 +155,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def sample_of(tensor: Tensor) -> bytes | None:
-    """Some bytes of what a tensor on a CPU holds: they tell an edit that no dispatcher has seen."""
+    """Some bytes of a dense tensor on a CPU, which reveal an edit that no dispatcher has seen; else None."""
     n = tensor.nbytes
     if not n or tensor.device.type != "cpu" or not is_dense(tensor):
         return None
@@ -173,7 +174,7 @@ def matches(sample: bytes | None, tensor: Tensor) -> bool:
 
 
 def _are_nan(sample: bytes, other: bytes, dtype: torch.dtype) -> bool:
-    """Are NaNs all that differs? Which of two a kernel makes may change with the place of the memory."""
+    """Whether only NaNs differ: which bits of a NaN a kernel makes may depend on where its memory is."""
     real = dtype.to_real() if dtype.is_complex else dtype
     if not real.is_floating_point:
         return False
@@ -183,5 +184,5 @@ def _are_nan(sample: bytes, other: bytes, dtype: torch.dtype) -> bool:
 
 
 def is_of_several(sample: bytes | None) -> bool:
-    """Are the sampled values different ones?"""
+    """Whether the sampled values differ from one another."""
     return sample is not None and sample != sample[: len(sample) // _WORDS] * _WORDS

@@ -1,4 +1,4 @@
-"""Calls of a kind that is not trusted are made once on the spot, and the bits are compared."""
+"""Calls of a kind that is not trusted yet are made again during the forward pass, and the bits compared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
 from leannorm.saving.log.values import Call
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
-_SOME = 4096  # numbers
+_SOME = 4096  # numbers in a sample
 _TRIED = Counter[Hashable]()
-"""How often calls of a kind gave, when they were made again, the bits of the call: two tensors of several
-values speak for others. A kind that once gave other bits is below 0."""
+"""How often calls of a kind had the same bits when they were made again. Two trials on tensors of several
+values are enough to trust a kind. One that ever had other bits is below 0."""
 
 
 def forget_trials() -> None:
@@ -46,7 +46,7 @@ def _kind_of(log: Log, call: Call) -> Hashable:
 
 
 def has_its_bits(log: Log, v: int) -> bool:
-    """Has the value that is dropped next, made again, the bits that it has?"""
+    """Whether the value, which is to be dropped, has the same bits when it is made again."""
     untried, left, seen = list[Call](), [v], set[int]()
     while left:
         one = left.pop()
@@ -69,16 +69,16 @@ def has_its_bits(log: Log, v: int) -> bool:
         with below():
             same = not again.numel() or bool(torch.equal(_bits(again), _bits(before)))
             if not same and before.is_floating_point():
-                of_numbers = not bool(before.isnan().any())  # payloads may differ
-    except Exception:  # an operator that raises when it is called again: its result is kept
+                of_numbers = not bool(before.isnan().any())  # the bits of NaNs may differ
+    except Exception:  # the operator cannot be called again, so its result is kept
         pass
     finally:
         x.held = was
     if same and _has_several_values(was):
         for call in untried:
-            if _tells(log, call, replay):
+            if _has_varied_inputs(log, call, replay):
                 _change(log, call, 1)
-    if not same and of_numbers:  # the last call is at fault, if it is untried, else any of the others
+    if not same and of_numbers:  # the last call is to blame if it is untried, else any of the others may be
         last = log.calls[x.call]
         for call in [last] if last in untried else untried:
             _change(log, call, -_MANY)
@@ -100,7 +100,7 @@ def _has_several_values(tensor: Tensor) -> bool:
 
 
 def _has_normal_numbers(tensor: Tensor) -> bool:
-    """Is one of its numbers normal, of some? Of zeros and denormal ones nearly all kernels make the same."""
+    """Whether any number of a sample is normal: of zeros and denormal numbers most kernels make the same."""
     if tensor.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return True
     with below():
@@ -110,8 +110,8 @@ def _has_normal_numbers(tensor: Tensor) -> bool:
         return bool(some.abs().ge(torch.finfo(tensor.dtype).tiny).any())
 
 
-def _tells(log: Log, call: Call, replay: Replay) -> bool:
-    """Do the call's arguments have several values? A norm of zeros is its bias, however it is computed."""
+def _has_varied_inputs(log: Log, call: Call, replay: Replay) -> bool:
+    """Whether the arguments have several values: a norm of zeros is its bias, however it is computed."""
     inputs = log.inputs_of(call)
     most = max((log.values[i].made.numel for i in inputs), default=0)
     if not most:

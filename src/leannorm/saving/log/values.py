@@ -1,7 +1,7 @@
-"""One forward pass as a log: every operator call, and every version of every memory that they read and made.
+"""The entries of a log: operator calls, and the versions of each memory that they read and made.
 
-A value is one version of one memory; a view of it is the same value, seen by other sizes and strides. A
-write, also one through `.data`, under `no_grad` or into a view, is a call that makes the next version.
+A value is one version of one memory; a view of it is the same value, with other sizes and strides. A write,
+also through `.data`, under `no_grad` or into a view, is a call that makes the next version.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from leannorm.saving.log.tensors import Geometry
 if TYPE_CHECKING:
     from leannorm.saving.log.log import Log
 
-FREE, HELD, DROPPED = range(3)  # a value: nobody needs it; it is held; it is made again
-COPIED = 1 << 14  # bytes: a smaller tensor that was there before is copied, as an optimizer may change it
+FREE, HELD, DROPPED = range(3)  # states of a value: nothing needs it; it is kept; it is rebuilt
+COPIED = 1 << 14  # bytes: up to this size, a tensor from before the pass is copied, as it may be updated
 
 
 class Why(IntEnum):
-    """Why a value is held; as in log.h."""
+    """Why a value is kept; as in log.h."""
 
     NONE = 0
     NEVER = 1
@@ -45,7 +45,7 @@ class Why(IntEnum):
 
 
 class Cause(NamedTuple):
-    """Why a value is held, or is not at hand, and the operator to which that applies."""
+    """Why a value is kept or cannot be used for a rebuild, and the operator to which that applies."""
 
     why: int = Why.NONE
     of: str = ""
@@ -90,30 +90,28 @@ class Value:
         self.memory, self.call, self.out, self.made, self.storage_bytes = memory, call, 0, made, nbytes
         self.counter, self.version = counter, counter._version
         self.held: Tensor | None = None  # an alias of the memory, or a copy of it
-        self.elsewhere: Any = None  # who brings it back, where a user's hooks hold it
-        self.shown: Tensor | None = None  # the memory itself, where it was edited unseen by autograd
+        self.elsewhere: Any = None  # an object that gets it back, if a user's hooks keep it
+        self.shown: Tensor | None = None  # the memory itself, if it was edited unseen by autograd
         self.rebuilt: Tensor | None = None
         self.sample: bytes | None = None
         self.state, self.cause = FREE, Cause()
         self.why: int = Why.NONE
-        self.copied = False  # is `held` a copy?
-        self.marked = False  # its counter moved once more behind the call that wrote it
-        self.lost = False  # it was overwritten past the dispatcher
-        self.listed, self.number = False, 0  # among what the pass has saved, as its
-        self.parameter = False  # memory of a parameter, which is there without autograd, too
-        self.whole = (
-            True  # of what nobody saved and is held for another: not a copied part of a concatenation
-        )
-        self.instead = -1  # that other
-        self.saves = self.refs = self.left = (
-            0  # nodes that saved it; these and values made of it; those to come
-        )
+        self.copied = False  # whether `held` is a copy
+        self.marked = False  # whether its counter moved once more after the call that wrote it
+        self.lost = False  # whether it was overwritten without a recorded call
+        self.listed, self.number = False, 0  # whether it is in the list of saved values, and its index there
+        self.parameter = False  # whether it is a parameter's memory, which exists without autograd too
+        # if no node saved it and it is kept for another value: whether it is more than a copied part of
+        # a concatenation, and that other value
+        self.whole, self.instead = True, -1
+        # nodes that saved it; those and the values made of it; how many of these are still to read it
+        self.saves = self.refs = self.left = 0
         self.runs = self.sums = self.products = 0  # of a dropped value: calls, and the most in a row
         self.seen, self.can = 0, False  # the last walk that came here, and what it found
 
     def is_marked(self, log: Log) -> bool:
-        """A function that says that it worked in place (mark_dirty) moves the counter once more behind its
-        own operators."""
+        """Whether the counter moved once more because a user's function called `mark_dirty` after its own
+        operators wrote."""
         if self.call < 0 or self.marked or self.counter._version != self.version + 1:
             return False
         call = log.calls[self.call]
@@ -124,8 +122,8 @@ class Value:
 
 
 class Read(NamedTuple):
-    """A tensor among a call's arguments: `place` in a list, -1 without one. `shape` is None where it is as
-    the value was made."""
+    """A tensor among a call's arguments. `place`: its index if the argument is a list, else -1. `shape`: None
+    if it is as the value was made."""
 
     at: int
     place: int
@@ -151,21 +149,21 @@ class Call:
         "writing",
     )  # fmt: skip
 
-    flags: Flags  # under which it ran
+    flags: Flags  # those that were set when it ran
 
     def __init__(self, rule: Rule, args: list[Any], positional: int, named: tuple[str, ...]) -> None:
         self.rule, self.args, self.positional, self.named = rule, args, positional, named
         self.reads: list[Read] = []
         self.outs: list[int] = []  # values
         self.writing: list[int] = []  # memories
-        self.before = -1  # the version that its result is written over
-        self.sends = rule.sends  # to other ranks
-        self.in_checkpoint = False  # do a checkpoint's hooks save what it reads and makes?
-        self.kind: Any = None  # of its trials, once it was asked for
+        self.before = -1  # the value that its result overwrites
+        self.sends = rule.sends  # whether it communicates with other ranks
+        self.in_checkpoint = False  # whether a checkpoint's hooks save what it reads and makes
+        self.kind: Any = None  # the key of its trials, once that is computed
         self.grad_mode, self.usable, self.by_result = torch.is_grad_enabled(), True, False
 
     def sizes(self, log: Log, at: int) -> tuple[int, ...]:
-        """Of the tensor that is this argument; none if it is no tensor."""
+        """The sizes of the tensor that is this argument; empty if it is not a tensor."""
         return next((log.shape_of(read).sizes for read in self.reads if read.at == at), ())
 
 
@@ -173,8 +171,9 @@ class Memory:
     __slots__ = ("current", "sent", "weak")
 
     def __init__(self, weak: int, current: int) -> None:
-        self.weak, self.current = weak, current  # the storage, whose address does not come again; a value
-        self.sent = False  # do messages come here? Then nothing is made of it again
+        # a weak reference to the storage, which keeps its address from being used again; and its value now
+        self.weak, self.current = weak, current
+        self.sent = False  # whether messages arrive here; then nothing is rebuilt from it
 
     @property
     def is_gone(self) -> bool:
@@ -186,8 +185,8 @@ class Memory:
 
 
 class Policy(NamedTuple):
-    """In a row: `sums`, `row` products; `runs`: calls behind one value, or where that was planned the longest
-    chain of them."""
+    """What a rebuild may call. `sums` and `row`: the most sums and products in a row. `runs`: the most calls
+    for one value; with a plan, the longest chain of them."""
 
     products: bool = False
     everything: bool = False
@@ -195,11 +194,11 @@ class Policy(NamedTuple):
     runs: int = 32
     row: int = 2
     by_plan: bool = False
-    smallest: int = 1  # elements; a smaller tensor is held
+    smallest: int = 1  # elements; a smaller tensor is kept
 
 
 def results_read(call: Call) -> Iterable[int]:
-    """The results that the call is made again from."""
+    """The call's own results that are read when the call is made again."""
     if not call.by_result:
         return ()
     return (1, 2) if call.rule.by_statistics else call.rule.results

@@ -1,5 +1,4 @@
-"""What of a pass is held: a saved value is dropped where the calls behind it can be made again from what is
-held."""
+"""What a pass keeps: it drops a saved value if calls can make it again from values that it keeps."""
 
 from __future__ import annotations
 
@@ -20,18 +19,19 @@ _FOREVER = 1 << 60
 
 
 class Walk:
-    """`before`: what was saved from this number on is not at hand. `taken`: values that nobody saves, and
-    that are held in the place of what is made of them."""
+    """A search for the values from which `top` can be rebuilt. `before`: values saved from this number on do
+    not count as kept. `taken`: values that no node saves, to be kept instead of `top`. `may_hold`: how many
+    bytes these may have."""
 
     def __init__(self, log: Log, top: int, may_hold: float, before: int = _FOREVER) -> None:
         self.log, self.top, self.before, self.may_hold = log, top, before, may_hold
         self.may_copy = log.values[top].storage_bytes - may_hold
         self.why: int = Why.NONE
-        self.taken, self.cause = list[int](), Cause()  # the first that was found
+        self.taken, self.cause = list[int](), Cause()  # the cause that was found first
         log.stamp += 1
 
-    def able(self, v: int, depth: int = _DEPTH) -> bool:
-        """Is it held, or can it be made again from what is?"""
+    def is_available(self, v: int, depth: int = _DEPTH) -> bool:
+        """Whether the value is kept, or can be made again from values that are."""
         x = self.log.values[v]
         if x.held is not None:
             there = x.copied or (self.log.is_there(v) and not self.log.memories[x.memory].sent)
@@ -42,10 +42,10 @@ class Walk:
         if x.seen == self.log.stamp:
             return x.can
         x.seen, x.can = self.log.stamp, False
-        x.can = self._made_again(v, depth) or self._takes(v)
+        x.can = self._made_again(v, depth) or self._take(v)
         return x.can
 
-    def _says(self, reason: int, v: int) -> bool:
+    def _refuse(self, reason: int, v: int) -> bool:
         call = self.log.values[v].call
         if self.cause.why == Why.NONE and call >= 0:
             self.cause = Cause(reason, "" if v == self.top else self.log.calls[call].rule.name)
@@ -54,7 +54,7 @@ class Walk:
             self.why = reason
         return False
 
-    def _takes(self, v: int) -> bool:
+    def _take(self, v: int) -> bool:
         log, x = self.log, self.log.values[v]
         if v == self.top or not log.is_there(v) or x.counter._version != x.version:
             return False
@@ -62,12 +62,12 @@ class Walk:
         storage = None if memory.sent else memory.storage()
         if storage is None or storage.nbytes() < x.made.extent:
             return False
-        if x.call >= 0 or x.storage_bytes <= COPIED:  # else it was there before the pass, and stays
+        if x.call >= 0 or x.storage_bytes <= COPIED:  # others were there before the pass, and stay
             if x.call >= 0:
                 self.may_hold -= x.storage_bytes
             else:
                 self.may_copy -= x.storage_bytes
-            if (self.may_hold if x.call >= 0 else self.may_copy) < 0:  # more would be held
+            if (self.may_hold if x.call >= 0 else self.may_copy) < 0:  # more bytes would be kept than before
                 self.may_hold += x.storage_bytes * (x.call >= 0)
                 return False
         x.runs = x.sums = x.products = 0
@@ -76,8 +76,8 @@ class Walk:
         return True
 
     def _copies(self, call: Call, v: int, i: int) -> bool:
-        """Is it gone, and in the concatenation that is at hand? Each dense block concatenates all parts
-        again: each is copied once."""
+        """Whether value `i` is gone, and can be copied from the concatenation `v` that has it as a part. A
+        DenseNet concatenates all parts again in each layer; so each is copied once."""
         x, made = self.log.values[i], self.log.values[v].made
         if v != self.top or call.rule.name != "aten::cat" or x.held is not None or x.state == DROPPED:
             return False
@@ -93,7 +93,7 @@ class Walk:
         return True
 
     def _by_result(self, call: Call, v: int) -> bool:
-        """Are the results held from which the first one follows faster?"""
+        """Whether those results are kept from which the first one can be computed faster."""
         rule, log = call.rule, self.log
         if (rule.instead is None and not rule.by_statistics) or log.values[v].out:
             return False
@@ -112,60 +112,60 @@ class Walk:
     def _made_again(self, v: int, depth: int) -> bool:
         log, x = self.log, self.log.values[v]
         if x.call < 0:
-            return self._says(Why.UNKNOWN, v)
+            return self._refuse(Why.UNKNOWN, v)
         if not depth:
-            return self._says(Why.TOO_DEEP, v)
+            return self._refuse(Why.TOO_DEEP, v)
         call, policy = log.calls[x.call], log.policy
         if call.sends:
-            return self._says(Why.COLLECTIVE, v)
+            return self._refuse(Why.COLLECTIVE, v)
         if not call.usable:
-            return self._says(Why.FLAGS, v)
+            return self._refuse(Why.FLAGS, v)
         if call.rule.kind in (ONCE, SKIP) or x.made.offset:
-            return self._says(Why.NEVER, v)
+            return self._refuse(Why.NEVER, v)
         if v not in call.outs:
-            return self._says(Why.UNKNOWN, v)
+            return self._refuse(Why.UNKNOWN, v)
         product = call.rule.kind == PRODUCT
         window = product and not call.rule.formula
         if product and not policy.everything and (not policy.products or is_costly(log, call)):
-            return self._says(Why.NOT_REPEATED, v)
-        if all(log.values[out].state != DROPPED for out in call.outs):  # else how it is made again is settled
+            return self._refuse(Why.NOT_REPEATED, v)
+        if all(log.values[out].state != DROPPED for out in call.outs):  # else this was decided before
             call.by_result = self._by_result(call, v)
         if not call.by_result and call.rule.again is None:
-            return self._says(Why.NEVER, v)
+            return self._refuse(Why.NEVER, v)
         if call.by_result and x.out:
-            return self._says(Why.NOT_AT_HAND, v)
+            return self._refuse(Why.NOT_AT_HAND, v)
         if is_refused(log, call):
-            return self._says(Why.OTHER_BITS, v)
+            return self._refuse(Why.OTHER_BITS, v)
         runs, sums, products = 1, 0, 0
         for i in log.inputs_of(call):
-            if not (self.able(i, depth - 1) or self._copies(call, v, i)):
-                return self._says(Why.CHECKPOINTED if call.in_checkpoint else Why.NOT_AT_HAND, v)
+            if not (self.is_available(i, depth - 1) or self._copies(call, v, i)):
+                return self._refuse(Why.CHECKPOINTED if call.in_checkpoint else Why.NOT_AT_HAND, v)
             made = log.values[i]
             if made.held is None:
                 runs = max(runs, made.runs + 1) if policy.by_plan else runs + made.runs
                 sums, products = max(sums, made.sums), max(products, made.products)
         if window and products and not policy.everything:
-            return self._says(Why.NOT_REPEATED, v)  # it is small, and the product behind it larger
+            return self._refuse(Why.NOT_REPEATED, v)  # it is small, and the product that it needs is larger
         sums += call.rule.kind == SUM and self._adds_equals(call, v)
         products += product
         if runs > policy.runs:
-            return self._says(Why.TOO_DEEP, v)
+            return self._refuse(Why.TOO_DEEP, v)
         if sums > policy.sums or products > policy.row:
-            return self._says(Why.TOO_DEEP if policy.everything else Why.NOT_REPEATED, v)
+            return self._refuse(Why.TOO_DEEP if policy.everything else Why.NOT_REPEATED, v)
         x.runs, x.sums, x.products = runs, sums, products
         return True
 
     def _adds_equals(self, call: Call, v: int) -> bool:
-        """Two tensors of the result's size, as a residual connection; not a bias."""
+        """Whether it adds two tensors of the result's size, as a residual connection does, and not a bias."""
         numel = self.log.values[v].made.numel
         return sum(self.log.shape_of(read).numel == numel for read in call.reads) > 1
 
 
-# ---------------------------------------------------------------- who needs whom
+# ---------------------------------------------------------------- which values others need
 
 
 def _part_of(log: Log, whole: int, part: int) -> Tensor:
-    """A copy of a concatenation's argument, out of its result."""
+    """A copy of an argument of a concatenation, taken from its result."""
     x, made = log.values[whole], log.values[part].made
     call = log.calls[x.call]
     assert x.held is not None
@@ -184,8 +184,8 @@ def _part_of(log: Log, whole: int, part: int) -> Tensor:
     raise AssertionError
 
 
-def need(log: Log, v: int, taken: Collection[int]) -> None:
-    """One more reader of the value: what it is made of is needed, too."""
+def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
+    """Count one more reader of the value, and of what it is made of."""
     left = [v]
     while left:
         one = left.pop()
@@ -218,18 +218,18 @@ def need(log: Log, v: int, taken: Collection[int]) -> None:
 
 
 def hold_again(log: Log, v: int, held: Tensor, why: int, cause: Cause) -> None:
-    """A dropped value that is saved again is held from now on: others are made of it."""
+    """Keep a dropped value that is saved again, so that others can be made from it."""
     x = log.values[v]
     x.held, x.state, x.why, x.cause, x.sample = held, HELD, why, cause, sample_of(held)
     for i in log.inputs_of(log.calls[x.call]):
-        log.release(i)
+        log.remove_reader(i)
 
 
 _MUCH_LARGER = 32  # times
 
 
 def decide(log: Log, v: int) -> None:
-    """A saved value that is held: may it be dropped?"""
+    """Drop a saved value that is kept, if it can be rebuilt; else note why not."""
     x, policy = log.values[v], log.policy
     if x.state == DROPPED or not x.saves or x.copied or x.lost or x.elsewhere is not None:
         return
@@ -244,10 +244,10 @@ def decide(log: Log, v: int) -> None:
         return
     was, x.held = x.held, None
     walk = Walk(log, v, 0)
-    can, taken = walk.able(v), walk.taken
-    if not can:  # by what nobody saves and is smaller, such as what was cast
+    can, taken = walk.is_available(v), walk.taken
+    if not can:  # keep instead smaller values that no node saves, such as a cast's source
         again = Walk(log, v, x.storage_bytes * 3 // 4)
-        can, taken = again.able(v), again.taken
+        can, taken = again.is_available(v), again.taken
     x.held = was
     call = log.calls[x.call]
     if not can:
@@ -256,10 +256,10 @@ def decide(log: Log, v: int) -> None:
     assert was is not None
     inputs = log.inputs_of(call)
     for i in inputs:
-        need(log, i, taken)
+        add_reader(log, i, taken)
     if not has_its_bits(log, v):
         for i in inputs:
-            log.release(i)
+            log.remove_reader(i)
         x.why = Why.OTHER_BITS
         return
     x.sample = sample_of(shown(was, x.made))
