@@ -15,7 +15,7 @@ inline thread_local Rules rules;
 struct Opened : at::ObserverContext {
   std::shared_ptr<Log> log;
   int call = -1;
-  double start = 0;  // seconds of the clock, without the hooks'
+  double start = 0;  // in seconds, the time in hooks subtracted
 };
 
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
