@@ -50,14 +50,17 @@ class Cuts:
         self.made_of = [value.made_of for value in step.values]
         self.read = sorted({i for moment in step.backward for i in moment.reads})
 
-    def chain(self) -> list[Choice]:
-        """Every choice that is the cheapest at some rate, from the fewest seconds to the fewest bytes."""
+    def chain(self, least: int = 0) -> list[Choice]:
+        """Every choice that is the cheapest at some rate, from the fewest seconds to the fewest bytes.
+
+        Between neighbours that differ by at most `least` bytes nothing is looked for.
+        """
         everything = sum(p for p in self.price if p is not None)
         first, last = self._solve(0, 1), self._solve(everything + 1, 1)
         choices, left = [first], [(first, last)] if last.held < first.held else []
         while left:
             low, high = left.pop()
-            between = self._between(low, high)
+            between = self._between(low, high) if low.held - high.held > least else None
             if between is None:
                 choices.append(high)
             else:

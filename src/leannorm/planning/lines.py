@@ -64,10 +64,10 @@ class Lines:
     @cached_property
     def _points(self) -> list[Outcome]:
         step, cuts = self.step, Cuts(self.step)
-        chain = [choice.again for choice in cuts.chain()]
-        spans = _spans(step, chain[-1], self.stock.held // _SPAN)
-        short = [choice.again for choice in Cuts(step, spans).chain()]
         least = self.stock.held // _PARTS
+        chain = [choice.again for choice in cuts.chain(least)]
+        spans = _spans(step, chain[-1], self.stock.held // _SPAN)
+        short = [choice.again for choice in Cuts(step, spans).chain(least)]
         chains = [[*_in_parts(step, line, least)] for line in (chain, short)]
         early = (again for line in chains for again in _early(step, line, self.stock.held // _LARGE))
         sets = dict.fromkeys([*chains[0], *chains[1], *early])
