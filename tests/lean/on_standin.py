@@ -1,6 +1,7 @@
 """What `lean()` does on the stand-in for a GPU. Run as a script: it prints what it found as JSON.
 
-`python on_standin.py`: in a process of its own, since a device that is registered stays.
+`python on_standin.py [--python] [CASE ...]`, with `--python` of the log in Python: in a process of its own,
+since a device that is registered stays.
 """
 
 import json
@@ -14,14 +15,22 @@ import torch
 import torch.nn.functional as F
 from standin_cases import CASTS, IMAGE, MODELS, SETTINGS, cnn
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean
-from leannorm.saving import small
+from leannorm.saving import log, recorded, small
 from leannorm.saving.recorded import NODES
 
 LIBRARY = standin.register()
 DEVICE = torch.device("standin")
 PASSES, LOOKED = 6, 2  # of these the first may look
+
+
+class Passing(TorchDispatchMode):
+    """What torch computes under any mode: it may choose other operators than without one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 class Frames:
@@ -50,7 +59,8 @@ def trained(name, setting, device, cast):
     for turn in range(PASSES):
         torch.manual_seed(turn)
         x = torch.randn(shape).to(device)
-        around = nullcontext() if setting is None else opened(**setting)
+        plain = Passing if recorded.LOG is log else nullcontext
+        around = plain() if setting is None else opened(**setting)
         counts = turn >= LOOKED and device == DEVICE
         LIBRARY.forget()
         with torch.autocast(device.type, torch.bfloat16, enabled=cast), around as saved:
@@ -265,6 +275,10 @@ def main():
     modes.capturing = lambda tensor: LIBRARY.is_capturing()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if "--python" in sys.argv:
+        sys.argv.remove("--python")
+        recorded.record_in(log)
+        del SETTINGS["limit"]  # which the C++ nodes watch
     cases = {f"{name}, {which}": (found, name, which, False) for name in MODELS for which in SETTINGS}
     cases |= {
         f"{name}, {which}, autocast": (found, name, which, True) for name in CASTS for which in SETTINGS

@@ -31,11 +31,11 @@ needs_standin = pytest.mark.skipif(
 
 
 @lru_cache
-def found():
+def found(*options):
     """All that on_standin.py finds, in a process of its own: a device that is registered stays."""
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     ran = subprocess.run(
-        [sys.executable, str(HERE / "on_standin.py")],
+        [sys.executable, str(HERE / "on_standin.py"), *options],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
@@ -72,6 +72,31 @@ def test_a_step_has_its_bits_and_the_host_waits_for_none(name, setting, cast):
         assert one["kept_on_cpu"] - one["small_weights"] <= one["kept"] <= one["kept_on_cpu"]
     if setting == "limit":
         assert any("limit was not watched" in reason for reason in one["reasons"])
+
+
+IN_PYTHON = "--python", *MODELS, "any order", "convolutions", "timed", "an optimizer"
+
+
+@needs_standin
+@pytest.mark.parametrize(("name", "setting", "cast"), [case for case in CASES if case[1] != "limit"])
+def test_the_log_in_python_has_the_bits_too(name, setting, cast):
+    """Those that torch computes under any mode, which may choose other operators on a device."""
+    one = found(*IN_PYTHON)[f"{name}, {setting}{cast}"]
+    assert "error" not in one, one
+    assert one["same"]
+    if setting in ("norm", "conv"):
+        assert one["rebuilt"]
+
+
+@needs_standin
+def test_the_log_in_python_calls_nothing_again_that_varies_on_a_device():
+    one = found(*IN_PYTHON)
+    (free, _), (asked, _) = one["any order"]["False"], one["any order"]["True"]
+    assert "aten::exp" not in free
+    assert "aten::exp" in asked
+    assert one["convolutions"] == [True, False]
+    assert "aten::convolution" not in one["timed"][0]
+    assert one["an optimizer"]
 
 
 @needs_standin

@@ -217,7 +217,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
   if (!t.is_inference()) s.counter = t.unsafeGetTensorImpl()->version_counter(), s.version = t._version();
   if (current) ++current->packs;
   Tensor local = t;  // this rank's part
-  bool keeps = !current || busy || (t.is_leaf() && t.requires_grad());
+  bool keeps = !current || busy || current->failed || (t.is_leaf() && t.requires_grad());
   if (!keeps && !plain(t)) {
     const auto own = current->subclasses && t.key_set().has(c10::DispatchKey::Python) ? python().local(py::handle(given)) : py::none();
     if (!own.is_none()) local = py::cast<Tensor>(own), s.spec = python().spec(py::handle(given));
@@ -240,8 +240,7 @@ inline PyObject* pack(PyObject*, PyObject* given) {
     save(s, local, t);
   } catch (const std::exception&) {  // the node keeps the tensor, as in plain PyTorch
     log->meets(kFailed);
-    s.tensor = alias_of(local);
-    if (s.value >= 0 && log->values[s.value].state == Value::kHeld) log->values[s.value].held = s.tensor;
+    log->failed = true, s.tensor = alias_of(local);
   }
   if (s.tensor.defined() && s.spec) s.tensor = t.grad_fn() ? t.detach() : t;
   hand_over(*log);

@@ -212,6 +212,7 @@ struct Log {
   int64_t largest = 0;      // elements of the largest tensor that was saved
   std::shared_ptr<Limit> limit;  // of memory; nothing is dropped until it is near
   bool closed = false;
+  bool failed = false;      // in the middle of a change: nothing else is dropped
   int passes = 0;           // open passes, which write into this log
   std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each open pass
@@ -362,7 +363,7 @@ struct Log {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
-    largest = 0, seconds.clear();
+    largest = 0, seconds.clear(), failed = false;
   }
 };
 

@@ -206,7 +206,12 @@ inline void read_results(const at::RecordFunction& fn, Opened* const opened) {
   }
   if (log.calls[number].grad_mode && !log.calls[number].outs.empty() && are_hooks_of_others() && is_differentiable(fn.outputs())) log.meets(kOthersHooks);
   const auto waiting = std::exchange(log.calls[number].waiting, {});
-  for (const int v : waiting) decide(log, v);
+  for (const int v : waiting) {
+    if (log.failed) return;
+    log.failed = true;  // until it is decided
+    decide(log, v);
+    log.failed = false;
+  }
 }
 
 // The program goes on where its call cannot be recorded: what the call makes or writes is then like what was there before.

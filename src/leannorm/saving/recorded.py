@@ -134,8 +134,8 @@ def record_in(module: Any) -> None:
         LOG.set_operator(
             name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
         )
+    LOG.set_varying(list(VARYING))
     if module is NODES:
-        NODES.set_varying(list(VARYING))
         NODES.set_capturing(_is_captured)
         NODES.set_rows(_in_rows, _unbuilt)
     LOG.set_recorded(unpack_others, local_of, spec_of, shared_as, check_equal)

@@ -9,6 +9,7 @@ from leannorm.saving.log.hooks import record_unpack as record_unpack
 from leannorm.saving.log.passes import RecordedPass as RecordedPass
 from leannorm.saving.log.passes import set_operator as set_operator
 from leannorm.saving.log.passes import set_recorded as set_recorded
+from leannorm.saving.log.passes import set_varying as set_varying
 from leannorm.saving.log.plans import Places as Places
 from leannorm.saving.log.recorder import own_modes as own_modes
 from leannorm.saving.log.trials import forget_trials as forget_trials

@@ -23,6 +23,7 @@ from leannorm.saving.log.tensors import (
     geometry_of,
     is_plain,
     matches,
+    share,
     shown,
 )
 from leannorm.saving.log.values import DROPPED, HELD, Cause, Why
@@ -163,7 +164,7 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
     if log is not None:
         log.packs += 1
     local = tensor
-    keeps = log is None or log.busy or (tensor.is_leaf and tensor.requires_grad)
+    keeps = log is None or log.busy or log.failed or (tensor.is_leaf and tensor.requires_grad)
     if not keeps and not is_plain(tensor):
         assert log is not None
         own = PYTHON.local(tensor) if log.subclasses else None
@@ -198,9 +199,7 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
             _save(log, saved, local, tensor)
         except Exception:  # the node keeps the tensor, as in plain PyTorch
             log.meets(FAILED)
-            saved.tensor = alias_of(local)
-            x = log.values[saved.value]
-            x.held = saved.tensor if x.state == HELD else x.held
+            log.failed, saved.tensor = True, alias_of(local)
         finally:
             log.busy = False
         if saved.tensor is not None and saved.spec is not None:
@@ -304,6 +303,7 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
             x.rebuilt = x.elsewhere.bring(x)
         tensor = x.rebuilt
     elif x.held is not None:
+        share(x.held, x.on)
         tensor = x.held  # unseen edits of a node's own tensor raise no error, as in plain PyTorch
     else:
         tensor = replay.value(saved.value)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.log.tensors import Geometry, beside, counter_of, geometry_of, over
+from leannorm.saving.log.tensors import Geometry, beside, counter_of, geometry_of, over, stream_of
 from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Policy, Read, Value, results_read
 
 
@@ -40,6 +40,7 @@ class Log:
         self.task = -1  # the engine's number of the last backward pass that began before the passes closed
         self.noted_packs = 0  # how many tensors had been packed before that
         self.largest = 0  # elements of the largest saved tensor
+        self.failed = False  # in the middle of a change: nothing else is dropped
         self.busy = False  # whether the log itself makes calls in this thread, which are not recorded
         self.closed = False
         self.gone: list[tuple[int, Any, int]] = []  # saved objects to forget at the end of `with self`
@@ -99,6 +100,7 @@ class Log:
             kept.clear()
         self.leaves.clear()
         self.seconds.clear()
+        self.failed = False
         self.others = [one for one in self.others if one() is not None]
         self.largest = 0
 
@@ -130,6 +132,7 @@ class Log:
         """A new version of the memory. Call it within `beside()`."""
         nbytes = tensor.untyped_storage().nbytes()
         self.values.append(Value(memory, call, geometry_of(tensor), nbytes, counter_of(tensor)))
+        self.values[-1].on = stream_of(tensor.device)
         return len(self.values) - 1
 
     def new_memory(self, tensor: Tensor, call: int) -> int:

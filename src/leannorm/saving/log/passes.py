@@ -14,7 +14,7 @@ from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.plans import Follower, Times, reason_of, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
-from leannorm.saving.log.rules import RULES, TABLE, Row
+from leannorm.saving.log.rules import RULES, TABLE, VARYING, Row
 from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
 
 
@@ -198,8 +198,9 @@ class RecordedPass:
         return 0
 
     def device(self) -> str:
-        """The device of the largest saved tensor, which decides the rates of a plan: here always the CPU."""
-        return "cpu"
+        """The device of the largest saved tensor, which decides the rates of a plan."""
+        saved = [self.log.values[v] for v in self.log.listed[self.first :]]
+        return str(max(saved, key=lambda x: x.storage_bytes).made.device) if saved else "cpu"
 
     def places(self) -> int:
         then = self._then
@@ -267,6 +268,11 @@ def set_operator(
     sources: list[tuple[int, int]],
 ) -> None:
     TABLE[name] = Row(kind, formula, writes, gate, fills, instead, sources)
+    RULES.clear()
+
+
+def set_varying(names: list[str]) -> None:
+    VARYING.update(names)
     RULES.clear()
 
 

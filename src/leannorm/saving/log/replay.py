@@ -11,7 +11,7 @@ from torch import Tensor
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.recorder import IN_LIST
 from leannorm.saving.log.rules import ARGUMENT, RESULT
-from leannorm.saving.log.tensors import below, copy_of, geometry_of, matches, shown
+from leannorm.saving.log.tensors import below, copy_of, geometry_of, matches, share, shown, stream_of
 from leannorm.saving.log.values import DROPPED, Call, Value, results_read
 
 _aten = torch.ops.aten
@@ -57,8 +57,10 @@ class Replay:
     def available(self, v: int) -> Tensor | None:
         x = self.log.values[v]
         if x.held is not None and (x.copied or x.elsewhere is None):
+            share(x.held, x.on)
             return self._checked(x, x.held)
         if x.rebuilt is not None:
+            share(x.rebuilt, x.rebuilt_on)
             return x.rebuilt
         if x.elsewhere is None:
             return None
@@ -147,7 +149,7 @@ class Replay:
             tensor = laid.copy_(tensor)
         self.made[v] = tensor
         if not self.is_trial:
-            x.rebuilt = tensor
+            x.rebuilt, x.rebuilt_on = tensor, stream_of(tensor.device)
 
     def _by_results(self, call: Call, read: list[Any], results: dict[int, Tensor]) -> Tensor:
         """The call's first result, by another operator that reads the call's other results."""

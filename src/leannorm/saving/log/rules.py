@@ -36,6 +36,7 @@ class Row(NamedTuple):
 
 
 TABLE: dict[str, Row] = {}
+VARYING: set[str] = set()  # without the in-place forms
 
 
 class Rule:
@@ -52,6 +53,7 @@ class Rule:
         self.given: list[tuple[int, int]] = []  # the arguments of `instead`
         self.sources: set[int] = set()  # those of them that are arguments of this call
         self.results: list[int] = []  # those that are results of this call
+        self.varies = (self.name if not self.name.endswith("_") else self.name[:-1]) in VARYING
         self.names = [one.name for one in schema.arguments]
         self.places = {name: i for i, name in enumerate(self.names)}
         self.defaults = [one.default_value if one.has_default_value() else None for one in schema.arguments]

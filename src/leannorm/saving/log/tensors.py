@@ -127,7 +127,9 @@ def over(storage: torch.UntypedStorage, shape: Geometry) -> Tensor:
 def copy_of(tensor: Tensor, shape: Geometry) -> Tensor:
     """A copy that has all of the storage, so that views keep their places."""
     with beside(), torch.no_grad():
-        return over(tensor.untyped_storage().clone(), shape)
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=shape.device)
+        return over(flat.set_(storage, 0, (storage.nbytes(),), (1,)).clone().untyped_storage(), shape)
 
 
 def shown(tensor: Tensor, shape: Geometry) -> Tensor:
@@ -142,6 +144,19 @@ def shown(tensor: Tensor, shape: Geometry) -> Tensor:
         return over(tensor.untyped_storage(), shape)
     with below():
         return tensor.as_strided(shape.sizes, shape.strides, shape.offset)
+
+
+def stream_of(device: torch.device) -> Any:
+    """The stream of a GPU that runs now; None elsewhere."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def share(tensor: Tensor, on: Any) -> None:
+    """Let the stream that runs now read what another one has made."""
+    now = None if on is None else stream_of(tensor.device)
+    if now is not None and now != on:
+        now.wait_stream(on)
+        tensor.record_stream(now)
 
 
 _WORDS = 12

@@ -8,10 +8,11 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from leannorm.ops import modes
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.replay import Replay
 from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
-from leannorm.saving.log.values import Call
+from leannorm.saving.log.values import Call, Why
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
 _SOME = 4096  # numbers in a sample
@@ -20,8 +21,13 @@ _TRIED = Counter[Hashable]()
 values are enough to trust a kind. One that ever had other bits is below 0."""
 
 
+_LOOKS = Counter[Hashable]()  # of a device, how often the host has waited
+_MANY_LOOKS, _NOW_AND_THEN = 4, 256
+
+
 def forget_trials() -> None:
     _TRIED.clear()
+    _LOOKS.clear()
 
 
 def is_refused(log: Log, call: Call) -> bool:
@@ -45,8 +51,18 @@ def _kind_of(log: Log, call: Call) -> Hashable:
     return call.kind, call.by_result
 
 
-def has_its_bits(log: Log, v: int) -> bool:
-    """Whether the value, which is to be dropped, has the same bits when it is made again."""
+def _is_vain(kind: Hashable) -> bool:
+    """Whether it was tried so often on values that tell nothing that it is tried only now and then."""
+    looks = _LOOKS[kind]
+    _LOOKS[kind] += looks >= _MANY_LOOKS
+    return looks >= _MANY_LOOKS and looks % _NOW_AND_THEN != 0
+
+
+def has_other_bits(log: Log, v: int) -> Why:
+    """`Why.NONE` if the value, which is to be dropped, has the same bits when it is made again.
+
+    On a device the host waits for that: not while a graph is captured, nor forever where values tell nothing.
+    """
     untried, left, seen = list[Call](), [v], set[int]()
     while left:
         one = left.pop()
@@ -58,9 +74,14 @@ def has_its_bits(log: Log, v: int) -> bool:
         if _TRIED[_kind_of(log, call)] < _ENOUGH:
             untried.append(call)
         left += log.inputs_of(call)
-    if not untried:
-        return True
     x = log.values[v]
+    if not untried:
+        return Why.NONE
+    on_device = x.made.device.type != "cpu"
+    if on_device:
+        assert x.held is not None
+        if modes.capturing(x.held) or any(_is_vain(_kind_of(log, call)) for call in untried):
+            return Why.UNTRIED
     was, x.held = x.held, None
     same, of_numbers, replay = False, True, Replay(log, is_trial=True)
     assert was is not None
@@ -78,11 +99,13 @@ def has_its_bits(log: Log, v: int) -> bool:
         for call in untried:
             if _has_varied_inputs(log, call, replay):
                 _change(log, call, 1)
+    for call in untried if on_device else ():
+        _LOOKS[_kind_of(log, call)] += 1
     if not same and of_numbers:  # the last call is to blame if it is untried, else any of the others may be
         last = log.calls[x.call]
         for call in [last] if last in untried else untried:
             _change(log, call, -_MANY)
-    return same
+    return Why.NONE if same else Why.OTHER_BITS
 
 
 def _bits(tensor: Tensor) -> Tensor:

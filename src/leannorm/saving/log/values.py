@@ -42,6 +42,8 @@ class Why(IntEnum):
     FREED = 12
     CHECKPOINTED = 13
     ALONE = 14
+    UNTRIED = 16
+    TIMED = 17
 
 
 class Cause(NamedTuple):
@@ -68,10 +70,12 @@ class Value:
         "marked",
         "memory",
         "number",
+        "on",
         "out",
         "parameter",
         "products",
         "rebuilt",
+        "rebuilt_on",
         "refs",
         "runs",
         "sample",
@@ -89,6 +93,8 @@ class Value:
     def __init__(self, memory: int, call: int, made: Geometry, nbytes: int, counter: Tensor) -> None:
         self.memory, self.call, self.out, self.made, self.storage_bytes = memory, call, 0, made, nbytes
         self.counter, self.version = counter, counter._version
+        self.on: Any = None  # the stream of a GPU that made it
+        self.rebuilt_on: Any = None
         self.held: Tensor | None = None  # an alias of the memory, or a copy of it
         self.elsewhere: Any = None  # an object that gets it back, if a user's hooks keep it
         self.shown: Tensor | None = None  # the memory itself, if it was edited unseen by autograd

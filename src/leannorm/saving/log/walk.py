@@ -9,13 +9,28 @@ from torch import Tensor
 
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.price import is_costly
-from leannorm.saving.log.rules import ONCE, PRODUCT, SKIP, SUM
+from leannorm.saving.log.rules import CONVOLUTION, ONCE, PRODUCT, SKIP, SUM
 from leannorm.saving.log.tensors import below, copy_of, over, sample_of, shown
-from leannorm.saving.log.trials import has_its_bits, is_refused
+from leannorm.saving.log.trials import has_other_bits, is_refused
 from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Why
 
 _DEPTH = 64
 _FOREVER = 1 << 60
+
+
+TIMED_CALLS = 8  # as in `Met` in log.h
+_TRANSPOSED = 6  # of a convolution's arguments
+
+
+def _varies(call: Call) -> bool:
+    """Whether threads of a device may add in any order, so that the call would give other bits."""
+    transposed = call.rule.formula == CONVOLUTION and len(call.args) > _TRANSPOSED and call.args[_TRANSPOSED]
+    return bool(call.rule.varies or transposed) and not torch.are_deterministic_algorithms_enabled()
+
+
+def _is_timed(call: Call) -> bool:
+    """Whether cuDNN times algorithms of this convolution, in each thread by itself."""
+    return call.rule.formula == CONVOLUTION and torch.backends.cudnn.benchmark
 
 
 class Walk:
@@ -124,6 +139,11 @@ class Walk:
             return self._refuse(Why.NEVER, v)
         if v not in call.outs:
             return self._refuse(Why.UNKNOWN, v)
+        if x.made.device.type != "cpu" and _varies(call):
+            return self._refuse(Why.NEVER, v)
+        if x.made.device.type != "cpu" and _is_timed(call):
+            log.meets(TIMED_CALLS)
+            return self._refuse(Why.TIMED, v)
         product = call.rule.kind == PRODUCT
         window = product and not call.rule.formula
         if product and not policy.everything and (not policy.products or is_costly(log, call)):
@@ -257,10 +277,11 @@ def decide(log: Log, v: int) -> None:
     inputs = log.inputs_of(call)
     for i in inputs:
         add_reader(log, i, taken)
-    if not has_its_bits(log, v):
+    other = has_other_bits(log, v)
+    if other != Why.NONE:
         for i in inputs:
             log.remove_reader(i)
-        x.why = Why.OTHER_BITS
+        x.why = other
         return
     x.sample = sample_of(shown(was, x.made))
     x.state, x.why, x.held = DROPPED, Why.NONE, None
