@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import modern
 from benchmarks.gpu.report import Report
 from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends.triton import tuned
@@ -51,8 +52,9 @@ _PARTS = {
         [(shape, 0) for shape in _RESNET],
     ),
     "sets": Part(
-        {"sets_stages": (2, 3, 4)},
-        [((32, 256, 32, 32), 32), ((8, 1280, 16, 16), 32), ((64, 512, 8, 8), 512), ((8, 256, 14, 14), 0)],
+        {"rounds": (0, 8, 32), "sets_stages": (2, 3, 4), "alone_stages": (1, 2)},
+        [((32, 256, 32, 32), 32), ((8, 1280, 16, 16), 32), ((64, 512, 8, 8), 512), ((8, 256, 14, 14), 0)]
+        + [((128, c, n, n), 0) for c, n in ((256, 14), (512, 14), (512, 7), (2048, 7))],
     ),
 }
 
@@ -70,6 +72,27 @@ def launched_by(choice: Any) -> Iterator[None]:
     finally:
         channel.choice_for = before
         tape.forget()
+
+
+def takes_one_launch(kind: str, x: Tensor) -> bool:
+    """Whether a channel or group norm of the benchmark is one launch here, so that several are another
+    side."""
+    from leannorm.ops.backends.triton.channel import plan_of
+
+    groups = {"channel": 0, "group": min(modern.GROUPS, x.shape[1])}.get(kind)
+    return groups is not None and plan_of(x, groups).sets is not None
+
+
+@contextmanager
+def launched_as(side: str, device: torch.device) -> Iterator[None]:
+    """The side "several" never takes one launch for statistics of several values."""
+    from leannorm.ops.backends.triton.tiling import DEFAULT
+
+    if side != "several":
+        yield
+        return
+    with launched_by((tuned.choice_for(device) or DEFAULT)._replace(rounds=0)):
+        yield
 
 
 def _calls(

@@ -113,7 +113,7 @@ def test_the_plan_follows_the_file(file, monkeypatch):
     monkeypatch.setattr(
         channel, "launch", lambda kernel, *_, **options: launched.update({kernel.__name__: options})
     )
-    x, per_channel = torch.empty(64, 64, 56, 56, device="meta"), torch.empty(64, device="meta")
+    x, per_channel = torch.empty(64, 64, 80, 80, device="meta"), torch.empty(64, device="meta")
     found = []
     for made in (choice, None):
         monkeypatch.setattr(channel, "choice_for", lambda device, made=made: made)
@@ -122,7 +122,7 @@ def test_the_plan_follows_the_file(file, monkeypatch):
         moments, normalize = launched["moments_kernel"], launched["normalize_kernel"]
         found.append((moments["warps"], moments["registers"], moments["STAGES"], normalize["STAGES"]))
     assert found == [(2, 128, 3, 4), (4, 96, DEFAULT.moments_stages, DEFAULT.mapping_stages)]
-    choice, x = Choice(sets_stages=3), x[:2, :, :14, :14].contiguous()
+    choice, x = Choice(sets_stages=3, alone_stages=3), x[:2, :, :14, :14].contiguous()
     monkeypatch.setattr(channel, "choice_for", lambda device: choice)
     monkeypatch.setattr(channel_gradients, "launch", channel.launch)
     tape.forget()

@@ -139,8 +139,13 @@ def _backward(
     if x.numel() == 0:
         dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
         return dweight, dbias, returned_dz
+    bias, residual, out = _needed(kept)
+    more = residual is not None or out is not None
     plan = plan_of(x, groups)
     geometry = plan.geometry
+    odd = plan.sets is not None and plan.sets.vector == 1
+    pressed = mask is not None or _takes_most(act, x) or (more if geometry.grouped else odd)
+    plan = plan_of(x, groups, pressed)
     dweight, dbias = (empty(channels, dtype, x.device) for _ in range(2))
     shares = Shares(dweight, dbias, geometry.segments, geometry.channels, statistics_dtype(x))
     assert shares.dweight is not None
@@ -153,23 +158,17 @@ def _backward(
             dy, kept, dz = dz, kept._replace(act="identity"), None
         _input_grad(dy, kept, means, dx, dz)
     else:
-        bias, residual, out = _needed(kept)
-        more = residual is not None or out is not None
-        pressed = (
-            mask is not None or _takes_most(act, x) or (more if geometry.grouped else plan.sets.vector == 1)
-        )
+        programs, constants = plan.of_sets(3 if more else 2)
         launch(
             set_backward_kernel,
-            plan.set_programs(),
+            programs,
             x.device,
             *(dy, x, residual, out, dx, dz, mask, mean, rstd, count, weight, bias, *both),
             *(*geometry.sizes, geometry.groups),
             ACT=act,
-            GROUPED=geometry.grouped,
             registers=PRESSED_REGISTERS if pressed else SET_REGISTERS,
-            **plan.sets.constants,
+            **constants,
             DOUBLE=x.dtype == torch.float64,
-            STAGES=plan.choice.sets_stages,
         )
     shares.add_up()
     return dweight, dbias, returned_dz
