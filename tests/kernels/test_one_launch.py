@@ -39,7 +39,7 @@ def test_small_planes_of_many_channels_take_one_launch(channels, side, contiguou
     plan = planned(shape, contiguous)
     assert plan.sets is not None
     assert planned(shape, contiguous, rounds=0).sets is None  # what turns it off
-    programs, constants = plan.of_sets(1)
+    programs, constants = plan.of_sets()
     assert programs >= 64
     tile = constants["BC"] * constants["BE"] * 2
     assert programs > H200 or tile >= 8 << 10  # enough is being loaded for a whole multiprocessor

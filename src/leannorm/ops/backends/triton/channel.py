@@ -36,15 +36,16 @@ from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
 from leannorm.ops.backends.triton.launch import cache_bytes, launch, processors
 from leannorm.ops.backends.triton.statistics import move_running_
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
-from leannorm.ops.backends.triton.tiling import SET_REGISTERS, Launches, merging, planned
+from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, Launches, merging, planned
 from leannorm.ops.backends.triton.tuned import choice_for
 from leannorm.ops.plan import channel_plan, statistics_shape
 
 
 def plan_of(x: Tensor, groups: int, pressed: bool = False) -> Launches:
-    """`pressed`: programs that read a whole set need many registers."""
+    """`pressed`: programs that read a whole set need many registers, as in the backward pass."""
     of_device = processors(x.device), choice_for(x.device), cache_bytes(x.device)
-    return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), *of_device, pressed)
+    of_x = tuple(x.shape), groups, x.is_contiguous(), x.element_size()
+    return planned(*of_x, *of_device, pressed)
 
 
 def groups_of(x: Tensor, mean: Tensor) -> int:
@@ -214,7 +215,9 @@ def _forward(
         return _normalized(kept), mean, m2, of_eps, count
     y = empty_like(x)
     mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
-    geometry, (programs, constants) = plan.geometry, plan.of_sets(1 if residual is None else 2)
+    geometry, (programs, constants) = plan.geometry, plan.of_sets()
+    limit = SET_REGISTERS if plan.sets.columns or mask is not None else None
+    limit = PRESSED_REGISTERS if plan.sets.alone and mask is not None else limit
     launch(
         set_forward_kernel,
         programs,
@@ -222,7 +225,7 @@ def _forward(
         *(x, residual, y, mask, mean, m2, rstd, count, weight, bias, *geometry.sizes, geometry.groups),
         ACT=act,
         EPS=eps,
-        registers=SET_REGISTERS if plan.sets.columns or mask is not None else None,
+        registers=limit,
         **constants,
         DOUBLE=x.dtype == torch.float64,
     )

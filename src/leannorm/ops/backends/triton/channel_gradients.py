@@ -139,13 +139,8 @@ def _backward(
     if x.numel() == 0:
         dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
         return dweight, dbias, returned_dz
-    bias, residual, out = _needed(kept)
-    more = residual is not None or out is not None
-    plan = plan_of(x, groups)
+    plan = plan_of(x, groups, True)
     geometry = plan.geometry
-    odd = plan.sets is not None and plan.sets.vector == 1
-    pressed = mask is not None or _takes_most(act, x) or (more if geometry.grouped else odd)
-    plan = plan_of(x, groups, pressed)
     dweight, dbias = (empty(channels, dtype, x.device) for _ in range(2))
     shares = Shares(dweight, dbias, geometry.segments, geometry.channels, statistics_dtype(x))
     assert shares.dweight is not None
@@ -158,7 +153,11 @@ def _backward(
             dy, kept, dz = dz, kept._replace(act="identity"), None
         _input_grad(dy, kept, means, dx, dz)
     else:
-        programs, constants = plan.of_sets(3 if more else 2)
+        programs, constants = plan.of_sets()
+        bias, residual, out = _needed(kept)
+        more = residual is not None or out is not None
+        pressed = plan.sets.alone or mask is not None or _takes_most(act, x)
+        pressed = pressed or (more if geometry.grouped else plan.sets.vector == 1)
         launch(
             set_backward_kernel,
             programs,

@@ -98,11 +98,12 @@ def _normalize_rows(
 ):  # fmt: skip
     """A tile of whole rows: statistics and output. `offset` is where they are read, `put` where they go."""
     dtype: tl.constexpr = mean.dtype.element_ty
+    ROWS: tl.constexpr = TILE.rows
     value = _input(x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE)
     if residual is not None:
         tl.store(total + y_start + put, value, inside)
     centred = value.to(dtype)
-    centre = tl.zeros([TILE.rows], dtype)
+    centre = tl.zeros([ROWS], dtype)
     rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
@@ -150,7 +151,8 @@ def forward_tile(
     """
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
-    k = tl.arange(0, TILE.block)
+    BLOCK: tl.constexpr = TILE.block
+    k = tl.arange(0, BLOCK)
     y_start, y_across = begin_of(row, start, across, near, mid, y_far, y_mid, y_near, TILE)
     put, inside = values(k, exists, y_across, kept, inner, TILE)
     start, across = begin_of(row, start, across, near, mid, x_far, x_mid, x_near, TILE)
@@ -183,7 +185,8 @@ def forward_run(
     dtype: tl.constexpr = mean.dtype.element_ty
     kept, inner = divided(kept, 1, TILE)
     group = (tl.program_id(0) // parts).to(tl.int64)
-    k = tl.arange(0, TILE.block)
+    BLOCK: tl.constexpr = TILE.block
+    k = tl.arange(0, BLOCK)
     x += group * rows * kept
     y += group * rows * kept
     if residual is not None:

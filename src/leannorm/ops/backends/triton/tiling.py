@@ -95,8 +95,8 @@ class Geometry(NamedTuple):
 class Tiling(NamedTuple):
     """A tile's shape [BC, BE]; V divides the contiguous extent; WIDE: offsets in a tile need 64 bits.
 
-    Of programs that read a whole set also SPAN, the samples that a tile has planes of, and SIDE, the groups
-    that lie side by side in it (0: one group, or channels).
+    Of programs that read a whole set also SPAN, the samples that a tile has planes of, SIDE, the groups that
+    lie side by side in it (0: one group, or channels), and whether each has a multiprocessor for itself.
     """
 
     columns: bool
@@ -107,11 +107,14 @@ class Tiling(NamedTuple):
     warps: int
     span: int = 1
     side: int = 0
+    alone: bool = False
 
-    @property
-    def alone(self) -> bool:
-        """Whether a program takes all registers of its multiprocessor."""
-        return self.warps == _ALONE_WARPS
+    def stages(self, choice: Choice) -> int:
+        """How many tiles are being loaded, where a program reads a whole set: one more, if they are half as
+        large."""
+        if not self.alone or choice.alone_stages == 1:
+            return choice.alone_stages if self.alone else choice.sets_stages
+        return choice.alone_stages + (self.warps < _ALONE_WARPS)
 
     def blocks(self, geometry: Geometry) -> int:
         if self.side:
@@ -210,14 +213,18 @@ def _widest(geometry: Geometry, candidates: Sequence[int], processors: int) -> i
 
 
 def set_tiling(
-    geometry: Geometry, itemsize: int, processors: int, cache: int = _CACHE, pressed: bool = False
+    geometry: Geometry,
+    itemsize: int,
+    processors: int,
+    cache: int = _CACHE,
+    pressed: bool = False,
 ) -> Tiling:
     """The tiles of programs that read a whole set each: some channels of a segment, or one group or more.
 
     Of `channels_last` a program reads 128 bytes of each row, or as few as 16, so that there are about as many
     programs as multiprocessors; of groups that fill no cache line as many side by side as the L2 cache holds
-    until they are read again. If programs are few, each has a multiprocessor for itself and more warps,
-    unless it is `pressed` for registers.
+    until they are read again. If programs are few, each has a multiprocessor for itself: more warps, or if it
+    is `pressed` more registers of each thread, and smaller tiles.
     """
     size = geometry.channels // geometry.groups
     columns, inner, channels = geometry.columns, geometry.inner, geometry.channels
@@ -243,21 +250,24 @@ def set_tiling(
         block = _widest(geometry, fewer, processors) if shared else most
         few = shared and -(-channels // block) <= processors
     warps = _ALONE_WARPS if few and not pressed else _SET_WARPS
+    contiguous = gcd(channels, side * size if side else block) if columns else inner
+    if side and gcd(contiguous, 16) * itemsize < _LOAD:
+        in_flight = DEFAULT.in_flight // 2
     values = in_flight // itemsize * 32 * warps
     if columns:
         elements = values // block
         if not shared:
             elements = min(elements, power_of_two(inner))
-        contiguous = gcd(channels, side * size if side else block)
         reach = elements * channels
     else:
         piece = min(values // block, power_of_two(inner))
         span = values // block // piece if shared else 1
-        elements, contiguous = span * piece, inner
+        elements = span * piece
         reach = (channels * (span - 1) + block) * inner
     threads = block * elements * itemsize // in_flight
     warps = max(min(warps, threads // 32), 1)
-    return Tiling(columns, gcd(contiguous, 16), reach > 2**31 - 1, block, elements, warps, span, side)
+    wide = reach > 2**31 - 1
+    return Tiling(columns, gcd(contiguous, 16), wide, block, elements, warps, span, side, few)
 
 
 def one_launch(
@@ -274,7 +284,7 @@ def one_launch(
     if 2 * tiles > choice.rounds and read_again > cache:
         return False
     pipelined = tiling.alone and tiling.vector * itemsize >= 4  # what the device copies past registers
-    at_a_time = min(max(choice.alone_stages - 1, 1), 2) if pipelined else 1
+    at_a_time = max(tiling.stages(choice) - 1, 1) if pipelined else 1
     longer = 2 * tiles * max(processors - programs, 0) // (processors * at_a_time)
     return longer <= choice.rounds and choice.rounds > 0
 
@@ -329,14 +339,11 @@ class Launches(NamedTuple):
     def programs(self, parts: Parts) -> int:
         return self.geometry.segments * self.tiling.blocks(self.geometry) * parts.parts
 
-    def of_sets(self, tensors: int) -> tuple[int, dict[str, int | bool]]:
-        """How many programs read a whole set of so many tensors each, and the constants of their kernels."""
-        sets, choice = self.sets, self.choice
+    def of_sets(self) -> tuple[int, dict[str, int | bool]]:
+        """How many programs read a whole set each, and the constants of their kernels."""
+        sets = self.sets
         assert sets is not None
-        stages = choice.alone_stages if sets.alone else choice.sets_stages
-        if sets.alone and tensors > 2:  # some devices have shared memory for four tiles, not for six
-            stages = min(stages, 2)
-        more = {"SPAN": sets.span, "SIDE": sets.side, "STAGES": stages}
+        more = {"SPAN": sets.span, "SIDE": sets.side, "STAGES": sets.stages(self.choice)}
         grouped = self.geometry.grouped and not sets.side
         return sets.programs(self.geometry), {**sets.constants, "GROUPED": grouped, **more}
 
