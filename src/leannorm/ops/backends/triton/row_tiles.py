@@ -120,7 +120,8 @@ def run(kept: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
     a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
     rows = max(4 * a_warp // block, 1)
     warps = rows * block // a_warp
-    programs = (24 if tensors == 1 and itemsize == 2 else 16) // warps
+    narrow, single = itemsize == 2, tensors == 1
+    programs = (24 if narrow and single else 16 if narrow or single else 12) // warps
     if not programs:
         return None
     limit = _REGISTERS // (32 * warps * programs) // 8 * 8

@@ -142,7 +142,7 @@ def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
         return
     tile = tiles.forward(plan.kept, plan.inner, size, pressed or lines, lines)
     if parameters > size:
-        tile = unspilled(tile, x, 96)
+        tile = unspilled(tile, x, 128 if lines else 96)
     kernel = row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long
     of_lines = *gate[1:], *weight[1:], *bias[1:]
     steps = view.arguments(2) if tile.whole else ()

@@ -223,8 +223,9 @@ def set_tiling(
 
     Of `channels_last` a program reads 128 bytes of each row, or as few as 16, so that there are about as many
     programs as multiprocessors; of groups that fill no cache line as many side by side as the L2 cache holds
-    until they are read again. If programs are few, each has a multiprocessor for itself: more warps, or if it
-    is `pressed` more registers of each thread, and smaller tiles.
+    until they are read again. If programs are few, or read more than 16 bytes of a row, each has a
+    multiprocessor for itself: more warps, or if it is `pressed` more registers of each thread, and smaller
+    tiles.
     """
     size = geometry.channels // geometry.groups
     columns, inner, channels = geometry.columns, geometry.inner, geometry.channels
@@ -243,7 +244,7 @@ def set_tiling(
         widths = [max(n // itemsize, 1) for n in (_LINE, _LINE // 2, _SECTOR, _LOAD)]
         width = _widest(geometry, widths, processors) if shared else widths[-1]
         block = min(_least_padding(channels, (width, max(width // 2, 1))), power_of_two(channels))
-        few = shared and -(-channels // block) <= processors
+        few = shared and (-(-channels // block) <= processors or block > widths[-1])
     else:
         most = min(max(512 // power_of_two(inner), 1), power_of_two(channels))
         fewer = [most >> i for i in range(most.bit_length())]
