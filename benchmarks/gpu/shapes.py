@@ -302,8 +302,8 @@ def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None
     else:
         sides["ours"] = ours(case.kind)
         sides |= others(case.kind)
-        if name == "triton" and tune.takes_one_launch(case.kind, s.x):
-            sides["several"] = sides["ours"]
+        if name == "triton" and tune.has_plain_launches(case.kind, s.x):
+            sides["plain"] = sides["ours"]
     with use_backend(name) if smoke else nullcontext():
         right = keep_right(case, sides, s, report)
         nbytes = s.x.nbytes

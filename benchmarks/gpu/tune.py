@@ -62,36 +62,37 @@ _PARTS = {
 @contextmanager
 def launched_by(choice: Any) -> Iterator[None]:
     """The kernels are launched by this choice, and what is noted of others is forgotten."""
-    from leannorm.ops.backends.triton import channel, tape
+    from leannorm.ops.backends.triton import channel, rows, tape
 
-    before = channel.choice_for
+    before = channel.choice_for, rows.choice_for
     tape.forget()
-    channel.choice_for = lambda device: choice
+    channel.choice_for = rows.choice_for = lambda device: choice
     try:
         yield
     finally:
-        channel.choice_for = before
+        channel.choice_for, rows.choice_for = before
         tape.forget()
 
 
-def takes_one_launch(kind: str, x: Tensor) -> bool:
-    """Whether a channel or group norm of the benchmark is one launch here, so that several are another
-    side."""
+def has_plain_launches(kind: str, x: Tensor) -> bool:
+    """Whether the benchmark's norm is launched so that the side "plain" is another one: a channel or group
+    norm in one launch, or AdaLN with many rows a program."""
     from leannorm.ops.backends.triton.channel import plan_of
 
     groups = {"channel": 0, "group": min(modern.GROUPS, x.shape[1])}.get(kind)
-    return groups is not None and plan_of(x, groups).sets is not None
+    return kind in ("ada", "add ada") or (groups is not None and plan_of(x, groups).sets is not None)
 
 
 @contextmanager
 def launched_as(side: str, device: torch.device) -> Iterator[None]:
-    """The side "several" never takes one launch for statistics of several values."""
+    """The side "plain" takes several launches for statistics of several values, and a program for each tile
+    of rows."""
     from leannorm.ops.backends.triton.tiling import DEFAULT
 
-    if side != "several":
+    if side != "plain":
         yield
         return
-    with launched_by((tuned.choice_for(device) or DEFAULT)._replace(rounds=0)):
+    with launched_by((tuned.choice_for(device) or DEFAULT)._replace(rounds=0, run_stages=0)):
         yield
 
 

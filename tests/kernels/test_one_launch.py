@@ -20,6 +20,15 @@ interpreted = pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the int
 H200, SECTOR = 132, 32
 
 
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    """Operators are called here without the backend, which would patch it."""
+    if triton.INTERPRETED:
+        from leannorm.ops.backends.triton.interpreted import patch_interpreter
+
+        patch_interpreter()
+
+
 def planned(shape, contiguous, groups=0, itemsize=2, **changed):
     from leannorm.ops.backends.triton import tiling
 
@@ -257,3 +266,37 @@ def test_groups_side_by_side_read_whole_sectors(monkeypatch):
     monkeypatch.setattr(channel, "processors", lambda device: H200)
     found = Traffic(monkeypatch).of(monkeypatch, lambda: channel.channel_forward(*arguments), x=call.x)
     assert found.sectors == found.all
+
+
+@interpreted
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_program_reads_a_groups_lines_once_for_many_rows(monkeypatch, plain, rms):
+    """Two sizes of the input, and a scale and a shift for each program, not for each tile of rows."""
+    from leannorm.ops.backends.triton import launch, rows, tape, tiling
+
+    groups, length, kept, processors = 3, 40, 64, 1
+    x, scale, shift = torch.randn(groups * length, kept), torch.randn(groups, kept), torch.randn(groups, kept)
+    given = x, None, scale, shift, 1, 2, 1e-5, rms, 1.0, False
+    want = rows.row_forward(*given)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "processors", lambda device: processors)
+        patch.setattr(rows, "choice_for", lambda device: tiling.Choice(run_stages=0 if plain else 3))
+        run = rows.launch
+        patch.setattr(
+            rows, "launch", lambda kernel, *a, **k: (seen.append(kernel.__name__), run(kernel, *a, **k))
+        )
+        traffic = Traffic(patch)
+        traffic.launches = [defaultdict(list)]
+        traffic.tensors = {n: (t.data_ptr(), t) for n, t in (("x", x), ("scale", scale), ("shift", shift))}
+        tape.forget()
+        got = rows.row_forward(*given)
+    tape.forget()
+    torch.testing.assert_close(got, want)
+    assert launch.listening.recorder is None
+    moved = {name: sum(map(len, parts)) * 4 for name, parts in traffic.launches[0].items()}
+    assert moved["x"] == x.nbytes
+    assert seen == ["forward_tile" if plain else "forward_run"]
+    lines = groups * length if plain else groups * min(4 * processors // groups or 1, 2)
+    assert moved["scale"] == moved["shift"] == lines * kept * 4

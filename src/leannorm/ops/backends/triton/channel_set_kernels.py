@@ -59,7 +59,8 @@ def set_forward_kernel(
     WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
     DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once.
+    """Statistics and output: reads x (and residual) once from memory, writes y once. x is read again from the
+    cache, its first tile once more.
 
     With a mask the values of each statistic are counted in `n`, and y is 0 at positions that it leaves out.
     """

@@ -112,9 +112,9 @@ def forward(kept: int, inner: int, itemsize: int, pressed: bool, lines: bool = F
     return Tile(rows, block, warps, registers=64 if warps == 16 and inner == 1 and not pressed else None)
 
 
-def run(kept: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
+def run(kept: int, itemsize: int, tensors: int, stages: int, shared: int) -> Backward | None:
     """For rows that share a line of each parameter, forward: a thread has 16 values of a row and of each line
-    (8 if they are wide or scattered), and two more rows are being loaded. None for rows longer than a tile.
+    (8 if they are wide or scattered), and `stages` tiles are being loaded. None for rows longer than a tile.
     """
     block = power_of_two(kept)
     a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
@@ -125,7 +125,7 @@ def run(kept: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
     if not programs:
         return None
     limit = _REGISTERS // (32 * warps * programs) // 8 * 8
-    launch = Backward(Tile(rows, block, warps, registers=limit), programs, fold=False, stages=3)
+    launch = Backward(Tile(rows, block, warps, registers=limit), programs, fold=False, stages=stages)
     return launch if programs * launch.shared(itemsize, tensors) <= shared else None
 
 

@@ -31,6 +31,8 @@ from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.row_views import NO_VIEW, View, view_of
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
+from leannorm.ops.backends.triton.tiling import DEFAULT
+from leannorm.ops.backends.triton.tuned import choice_for
 from leannorm.ops.layout import dense_rows
 from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
 from leannorm.ops.precision import compute_dtype, row_gradient_dtype
@@ -163,12 +165,13 @@ def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
 def _run_of_rows(call: ForwardCall) -> bool:
     """Launch programs that go through many rows of a group, if the rows of a group share every line."""
     x, residual, gate, weight, bias, *results, _, plan, eps, rms, one, cast_before = call
-    each = {line.each for line in (gate, weight, bias) if line.values is not None} - {None}
-    groups = plan.outer // min(each) if len(each) == 1 and each != {1} else 0
-    how = tiles.run(plan.kept, x.element_size(), 1 if residual is None else 2, _device(x.device)[1])
-    if not groups or how is None:
+    each = {line.each for line in (gate, weight, bias) if line.each is not None}
+    stages, shared = (choice_for(x.device) or DEFAULT).run_stages, _device(x.device)[1]
+    how = tiles.run(plan.kept, x.element_size(), 1 if residual is None else 2, stages, shared)
+    if len(each) != 1 or 1 in each or not stages or how is None:
         return False
-    rows = plan.outer // groups
+    (rows,) = each
+    groups = plan.outer // rows
     count = how.tile.needed(rows, 1)
     parts = min(count, max(processors(x.device) * how.programs // groups, 1))
     run(

@@ -50,6 +50,7 @@ class Choice(NamedTuple):
     others, many. Stages: how many tiles are being loaded, of which all but one wait in shared memory;
     `sets_stages` for programs that read a whole set, `alone_stages` if each has a multiprocessor for itself.
     `rounds`: of loads, which one launch may take longer than several do (see above); 0: always several.
+    `run_stages`: of programs that go through many rows with one line of parameters; 0: each row has its own.
     """
 
     in_flight: int = 32
@@ -63,6 +64,7 @@ class Choice(NamedTuple):
     sets_stages: int = 1
     alone_stages: int = 3
     rounds: int = 16
+    run_stages: int = 3
 
     def registers(self, programs: int) -> int:
         """The limit per thread, if that many programs are to be resident."""
