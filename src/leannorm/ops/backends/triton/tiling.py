@@ -7,17 +7,18 @@ samples: that decides how many programs there are, and whether they run in one l
 **One launch or several.** Of a tensor of S bytes, several launches move 3 S forward and 5 S backward, with
 every multiprocessor at work. One launch moves 2 S and 3 S, as what a program reads twice comes from the L2
 cache the second time, but it has a program only for each set: too few for the device where channels are few.
-On an H200 (benchmarks/results/gpu-nvidia-h200.json) a launch takes about 6.5 µs before it has moved a byte,
-as long as some 8 rounds of loads, each of which waits for memory once (about 0.8 µs). So n programs on p
-multiprocessors, which read `tiles` tiles twice, take as long as
+A program waits for memory once for each tile, assumed to take 0.8 µs. On an H200 the times of 128×C×H×W
+(benchmarks/results/gpu-nvidia-h200.json), extrapolated to tensors without bytes, are 25 µs of the four
+launches forward and 20 µs of the three backward: 6.5 µs for each, or 8 such rounds. So n programs on p
+multiprocessors, which read `tiles` tiles twice, wait
 
-    2 tiles        rounds of loads that wait for memory,
-    2 n / p tiles  of them at least in several launches too, which have n / p tiles for each multiprocessor,
-    16             rounds: the two launches more
+    2 tiles        rounds in one launch
+    2 n / p tiles  rounds at least in several, which have n / p tiles for each multiprocessor
+    16             rounds for the two launches more
 
-(`rounds` of a `Choice`). A program that has a multiprocessor for itself loads two tiles at a time
-(`alone_stages`), so its rounds are half as many. Which of both is faster on a device, `benchmarks.gpu`
-measures: it has a row for each.
+(`rounds` of a `Choice`). A program that has a multiprocessor for itself loads two tiles at a time, or three
+that are half as large (`alone_stages`), so its rounds are fewer. No GPU has timed this rule yet:
+`benchmarks.gpu` has a row for each of both ways, and `--tune` tries other `rounds`.
 """
 
 from __future__ import annotations
