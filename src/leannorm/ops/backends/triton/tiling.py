@@ -8,9 +8,9 @@ samples: that decides how many programs there are, and whether they run in one l
 every multiprocessor at work. One launch moves 2 S and 3 S, as what a program reads twice comes from the L2
 cache the second time, but it has a program only for each set: too few for the device where channels are few.
 A program waits for memory once for each tile, assumed to take 0.8 µs. On an H200 the times of 128×C×H×W
-(benchmarks/results/gpu-nvidia-h200.json), extrapolated to tensors without bytes, are 25 µs of the four
-launches forward and 20 µs of the three backward: 6.5 µs for each, or 8 such rounds. So n programs on p
-multiprocessors, which read `tiles` tiles twice, wait
+(benchmarks/results/gpu-nvidia-h200.json, a line through those below 60 MB), extrapolated to tensors without
+bytes, are 25 µs of the four launches forward and 22 µs of the three backward: 6 to 7 µs for each, or 8 such
+rounds. So n programs on p multiprocessors, which read `tiles` tiles twice, wait
 
     2 tiles        rounds in one launch
     2 n / p tiles  rounds at least in several, which have n / p tiles for each multiprocessor
