@@ -112,7 +112,7 @@ def summary(report: Report) -> None:
             continue
         shares, asked = [row["share"] for row in ours.values()], next(iter(ours.values()))["reach"]
         line = f"{name:24} {direction:8} share {min(shares):.2f} to {max(shares):.2f} (asked {asked:.2f})"
-        for side in ("torch", "compile"):
+        for side in ("torch", "compile", "plain"):
             theirs = {shape: rows.get((name, direction, side, shape)) for shape in ours}
             ratios = [r["microseconds"] / ours[k]["microseconds"] for k, r in theirs.items() if r]
             line += f", {_mean(ratios):.2f}x {side} (least {min(ratios):.2f})" if ratios else ""

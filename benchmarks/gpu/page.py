@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 LEFT, WIDTH, BAR, GAP = 240, 420, 15, 16
 STYLE = "font: 13px system-ui, sans-serif; fill: #6b7280"
 OURS, OTHER, LINE = "#2563eb", "#0d9488", "#9ca3af"
-SIDES = ("ours", "torch", "compile", "liger", "quack")
+SIDES = ("ours", "plain", "torch", "compile", "liger", "quack")
 
 
 def text(x: float, y: float, words: str, anchor: str = "start") -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu import modern
+from benchmarks.gpu import modern, tune
 from benchmarks.gpu.report import Report
 from leannorm import functional
 from leannorm.ops.backends import BACKENDS
@@ -47,13 +47,15 @@ class Case(NamedTuple):
 
 _RELU = (64, 112), (64, 56), (128, 56), (128, 28), (256, 28), (256, 14), (512, 14), (512, 7)
 _ADD = (256, 56), (512, 28), (1024, 14), (2048, 7)
+_PLANES = (64, 56), (128, 28), (256, 14), (512, 14), (512, 7)
 
 
 def cases(smoke: bool) -> dict[str, list[Case]]:
     """The cases by section: ResNet-50's batch norms, rows, and small tensors."""
-    relu, add, batch, lines, lengths = _RELU, _ADD, 128, 32768, (1024, 4096, 8192, 16384)
+    relu, add, planes, batch = _RELU, _ADD, _PLANES, 128
+    lines, lengths = 32768, (1024, 4096, 8192, 16384)
     if smoke:
-        relu, add, batch, lines, lengths = ((8, 5),), ((16, 3),), 2, 6, (40,)
+        relu, add, planes, batch, lines, lengths = ((8, 5),), ((16, 3),), ((8, 5),), 2, 6, (40,)
     # a DiT, Mamba-2, Gemma, Llama's queries, a UNet
     tokens, inner, images, heads = (64, 512, 1152), (32768, 4096), (32, 256, 64, 64), (16, 2048, 32, 128)
     if smoke:
@@ -67,6 +69,10 @@ def cases(smoke: bool) -> dict[str, list[Case]]:
         "channels": [
             *(Case("batch norm + relu", (batch, c, n, n), "channel", near) for c, n in relu),
             *(Case("batch norm + add + relu", (batch, c, n, n), "channel", near, True) for c, n in add),
+            *(
+                Case("batch norm + relu, contiguous", (batch, c, n, n), "channel", near, channels_last=False)
+                for c, n in planes
+            ),
         ],
         "rows": [
             *(Case("layer norm", (lines, n), "layer", (0.85, 0.75)) for n in lengths),
@@ -221,7 +227,7 @@ def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]
     torchs_errors: list[float] = []
     for name, side in sides.items():  # torch's comes first: its errors are the others' budget
         # under poisoned_memory torch.compile would compile again
-        with poisoned_memory() if name == "ours" else nullcontext():
+        with tune.launched_as(name, s.x.device), poisoned_memory() if name == "ours" else nullcontext():
             got = answers(side, s)
         dz = double.dy * (got[0] > 0) if relu else double.dy
         exact = [
@@ -260,7 +266,7 @@ def moved(case: Case, itemsize: int, cache: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def timed(side: Side, sets: list[Set], device: torch.device) -> Iterator[tuple[str, float]]:
+def timed(who: str, side: Side, sets: list[Set], device: torch.device) -> Iterator[tuple[str, float]]:
     """Median device seconds of forward, backward and both."""
 
     def back(y: Tensor, s: Set) -> Any:
@@ -271,9 +277,10 @@ def timed(side: Side, sets: list[Set], device: torch.device) -> Iterator[tuple[s
     for direction, calls in (("forward", forward), ("backward", None), ("both", both)):
         if calls is None:
             calls = [partial(back, side(s), s) for s in sets]
-        device_seconds(calls, device, min(len(calls), 3), head_start=False)
         turns = TURNS if device.type == "cuda" else 1
-        yield direction, median(device_seconds(calls, device, turns))
+        with tune.launched_as(who, device):
+            device_seconds(calls, device, min(len(calls), 3), head_start=False)
+            yield direction, median(device_seconds(calls, device, turns))
 
 
 def serving(s: Set, smoke: bool) -> str:
@@ -295,6 +302,8 @@ def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None
     else:
         sides["ours"] = ours(case.kind)
         sides |= others(case.kind)
+        if name == "triton" and tune.has_plain_launches(case.kind, s.x):
+            sides["plain"] = sides["ours"]
     with use_backend(name) if smoke else nullcontext():
         right = keep_right(case, sides, s, report)
         nbytes = s.x.nbytes
@@ -302,7 +311,7 @@ def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None
         bytes_of = moved(case, s.x.element_size(), report.data.get("l2_bytes", 0))
         of_torch: dict[str, float] = {}
         for who, side in right.items():
-            for direction, seconds in timed(side, sets, device):
+            for direction, seconds in timed(who, side, sets, device):
                 of_torch.setdefault(direction, seconds)
                 passes, once = bytes_of[direction]
                 rate = passes / seconds / 1e12

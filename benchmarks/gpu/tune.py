@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import modern
 from benchmarks.gpu.report import Report
 from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends.triton import tuned
@@ -51,8 +52,9 @@ _PARTS = {
         [(shape, 0) for shape in _RESNET],
     ),
     "sets": Part(
-        {"sets_stages": (2, 3, 4)},
-        [((32, 256, 32, 32), 32), ((8, 1280, 16, 16), 32), ((64, 512, 8, 8), 512), ((8, 256, 14, 14), 0)],
+        {"rounds": (0, 8, 32), "sets_stages": (2, 3, 4), "alone_stages": (1, 2)},
+        [((32, 256, 32, 32), 32), ((8, 1280, 16, 16), 32), ((64, 512, 8, 8), 512), ((8, 256, 14, 14), 0)]
+        + [((128, c, n, n), 0) for c, n in ((256, 14), (512, 14), (512, 7), (2048, 7))],
     ),
 }
 
@@ -60,16 +62,38 @@ _PARTS = {
 @contextmanager
 def launched_by(choice: Any) -> Iterator[None]:
     """The kernels are launched by this choice, and what is noted of others is forgotten."""
-    from leannorm.ops.backends.triton import channel, tape
+    from leannorm.ops.backends.triton import channel, rows, tape
 
-    before = channel.choice_for
+    before = channel.choice_for, rows.choice_for
     tape.forget()
-    channel.choice_for = lambda device: choice
+    channel.choice_for = rows.choice_for = lambda device: choice
     try:
         yield
     finally:
-        channel.choice_for = before
+        channel.choice_for, rows.choice_for = before
         tape.forget()
+
+
+def has_plain_launches(kind: str, x: Tensor) -> bool:
+    """Whether the benchmark's norm is launched so that the side "plain" is another one: a channel or group
+    norm in one launch, or AdaLN with many rows a program."""
+    from leannorm.ops.backends.triton.channel import plan_of
+
+    groups = {"channel": 0, "group": min(modern.GROUPS, x.shape[1])}.get(kind)
+    return kind in ("ada", "add ada") or (groups is not None and plan_of(x, groups).sets is not None)
+
+
+@contextmanager
+def launched_as(side: str, device: torch.device) -> Iterator[None]:
+    """The side "plain" takes several launches for statistics of several values, and a program for each tile
+    of rows."""
+    from leannorm.ops.backends.triton.tiling import DEFAULT
+
+    if side != "plain":
+        yield
+        return
+    with launched_by((tuned.choice_for(device) or DEFAULT)._replace(rounds=0, run_stages=0)):
+        yield
 
 
 def _calls(

@@ -30,8 +30,8 @@ def kernels(request, monkeypatch):
 
         tiling.planned.cache_clear()
         tape.forget()
-        monkeypatch.setattr(tiling, "one_launch", lambda *_: False)  # and in small tiles, as large inputs
-        monkeypatch.setattr(tiling, "DEFAULT", tiling.Choice(in_flight=16, warps=1))
+        small_tiles = tiling.Choice(in_flight=16, warps=1, rounds=0)  # as large inputs have, for their size
+        monkeypatch.setattr(tiling, "DEFAULT", small_tiles)
     with use_backend(name), torch.device("cuda") if device == "cuda" else nullcontext():
         yield BACKENDS[name]
     if request.param == SEVERAL:

@@ -45,6 +45,8 @@ def test_smoke(tmp_path):
     modern = "AdaLN", "AdaLN of a token", "gated residual + AdaLN", "gated RMS norm", "RMS norm, 1 + w"
     for case in (*norms, *modern, "RMS norm of heads", "group norm + silu"):
         assert {(case, side, "backward") for side in ("ours", "torch", "compile")} <= kinds
+    for case in ("batch norm + relu", "batch norm + relu, contiguous", "group norm + silu", "AdaLN"):
+        assert {(case, "plain", direction) for direction in ("forward", "backward")} <= kinds
     steps = {(row["network"], row["setting"]) for row in found["steps"]}
     for network in ("resnet50", "vit"):
         for setting in ("stock", "convert", "norm", "convert + conv", "compile"):

@@ -23,7 +23,8 @@ from leannorm.ops.sums import HEADER
 pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 BF16 = torch.bfloat16
-IMAGES, SMALL, ROWS = (64, 64, 56, 56), (2, 64, 14, 14), (4096, 1024)
+IMAGES, SMALL, ROWS = (64, 64, 80, 80), (2, 64, 14, 14), (4096, 1024)
+POSITIONS = 64, 80, 80
 TOKENS = (8, 512, 1024)
 
 
@@ -92,17 +93,17 @@ CASES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tup
     "`BatchNorm2d`, bfloat16 parameters": (lambda: nn.BatchNorm2d(64, dtype=BF16), IMAGES),
     "`BatchNorm2d`, evaluation": (lambda: nn.BatchNorm2d(64).eval(), IMAGES),
     "`BatchNorm2d`, evaluation without gradients": (lambda: no_grad(nn.BatchNorm2d(64).eval()), IMAGES),
-    "`BatchNorm2d` with a mask": (lambda: masked(nn.BatchNorm2d(64), 64, 56, 56), IMAGES),
+    "`BatchNorm2d` with a mask": (lambda: masked(nn.BatchNorm2d(64), *POSITIONS), IMAGES),
     "`BatchNorm2d` with a mask, a small input": (lambda: masked(nn.BatchNorm2d(64), 2, 14, 14), SMALL),
     "`BatchNormAct2d` with a residual": (lambda: with_residual(nn.BatchNormAct2d(64)), IMAGES),
     "`GroupNorm`": (lambda: nn.GroupNorm(32, 64), IMAGES),
-    "`GroupNorm` with a mask": (lambda: masked(nn.GroupNorm(32, 64), 64, 56, 56), IMAGES),
+    "`GroupNorm` with a mask": (lambda: masked(nn.GroupNorm(32, 64), *POSITIONS), IMAGES),
     "`GroupNorm`, large planes": (lambda: nn.GroupNorm(2, 64), (2, 64, 512, 512)),
     "`GroupNorm`, one sample": (lambda: nn.GroupNorm(32, 64, dtype=BF16), (1, 64, 56, 56)),
     "`GroupNorm`, bfloat16 parameters": (lambda: nn.GroupNorm(32, 64, dtype=BF16), IMAGES),
     "`InstanceNorm2d`": (lambda: nn.InstanceNorm2d(64, affine=True), IMAGES),
     "`InstanceNorm2d` with a mask": (
-        lambda: masked(nn.InstanceNorm2d(64, affine=True), 64, 56, 56),
+        lambda: masked(nn.InstanceNorm2d(64, affine=True), *POSITIONS),
         IMAGES,
     ),
     "`InstanceNorm2d`, running statistics": (

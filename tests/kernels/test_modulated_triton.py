@@ -245,7 +245,7 @@ def test_the_functions_reach_the_kernels(monkeypatch):
         y, total = functional.add_ada_layer_norm(x, branch, gate, (16,), scale, shift)
         (y.sum() + total.sum()).backward()
         functional.gated_rms_norm(x, branch, (16,)).sum().backward()
-    assert {"forward_tile", "backward_tile", "gate_backward", "gated_forward", "gated_backward_tile"} <= set(
+    assert {"forward_run", "backward_tile", "gate_backward", "gated_forward", "gated_backward_tile"} <= set(
         launched
     )
 

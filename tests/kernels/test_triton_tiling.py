@@ -53,6 +53,7 @@ def test_parts_cover_all_tiles(shape, contiguous, itemsize):
             assert block * itemsize <= 32 * 32 * tiling.warps or tiling.warps == 1
             stride = plan.geometry.channels if tiling.columns else plan.geometry.inner
             reach = (tiling.block_elements if tiling.columns else tiling.block_channels) * stride
+            reach += (tiling.span - 1) * plan.geometry.channels * plan.geometry.inner
             assert tiling.wide == (reach > 2**31 - 1)
             if tiling.columns:
                 assert tiling.block_channels % tiling.vector == 0 or tiling.vector < tiling.block_channels

@@ -97,7 +97,7 @@ def test_where_the_file_is(monkeypatch, tmp_path):
 
 
 def test_the_plan_follows_the_file(file, monkeypatch):
-    from leannorm.ops.backends.triton import channel, channel_gradients, launch, tape, tuned
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, shares, tape, tuned
     from leannorm.ops.backends.triton.tiling import DEFAULT, Choice
 
     choice = Choice(in_flight=16, warps=2, moments=8, moments_stages=3, sums_stages=2, mapping_stages=4)
@@ -113,7 +113,7 @@ def test_the_plan_follows_the_file(file, monkeypatch):
     monkeypatch.setattr(
         channel, "launch", lambda kernel, *_, **options: launched.update({kernel.__name__: options})
     )
-    x, per_channel = torch.empty(64, 64, 56, 56, device="meta"), torch.empty(64, device="meta")
+    x, per_channel = torch.empty(64, 64, 80, 80, device="meta"), torch.empty(64, device="meta")
     found = []
     for made in (choice, None):
         monkeypatch.setattr(channel, "choice_for", lambda device, made=made: made)
@@ -122,14 +122,22 @@ def test_the_plan_follows_the_file(file, monkeypatch):
         moments, normalize = launched["moments_kernel"], launched["normalize_kernel"]
         found.append((moments["warps"], moments["registers"], moments["STAGES"], normalize["STAGES"]))
     assert found == [(2, 128, 3, 4), (4, 96, DEFAULT.moments_stages, DEFAULT.mapping_stages)]
-    choice, x = Choice(sets_stages=3), x[:2, :, :14, :14].contiguous()
+    choice, x = Choice(sets_stages=3, alone_stages=2), x[:2, :, :14, :14].contiguous()
     monkeypatch.setattr(channel, "choice_for", lambda device: choice)
-    monkeypatch.setattr(channel_gradients, "launch", channel.launch)
+    for module in (channel_gradients, shares):
+        monkeypatch.setattr(module, "launch", channel.launch)
+    for groups, stages in ((0, [2, 3]), (16, [3, 3])):  # half of a tile backward, so one more; two programs
+        tape.forget()
+        _, mean, _, rstd, _ = channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", groups)
+        given = (x, x, mean, rstd, per_channel, per_channel, None, None, "relu", groups, False)
+        channel_gradients.channel_backward(*given)
+        found = [launched[f"set_{which}_kernel"]["STAGES"] for which in ("forward", "backward")]
+        assert found == stages
+    launched.clear()
+    monkeypatch.setattr(channel, "choice_for", lambda device: Choice(rounds=0))
     tape.forget()
-    _, mean, _, rstd, _ = channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
-    given = (x, x, mean, rstd, per_channel, per_channel, None, None, "relu", 0, False)
-    channel_gradients.channel_backward(*given)
-    assert [launched[f"set_{which}_kernel"]["STAGES"] for which in ("forward", "backward")] == [3, 3]
+    channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
+    assert set(launched) == {"moments_kernel", "merge_moments_kernel", "normalize_kernel"}
     assert Choice() == DEFAULT
     assert launch.processors(torch.device("cpu")) == 2
     tape.forget()
@@ -222,7 +230,7 @@ def test_smoke(tmp_path):
     assert {row["what"] for row in measured if row["part"] == "loops"} > {"the defaults", "in_flight = 16"}
     assert {row["sets_stages"] for row in measured if row["part"] == "sets"} == {1, 2}
     once = [row for row in measured if not row["what"].startswith("turn")]
-    assert len(once) == 11
+    assert len(once) == 13
     assert len(measured) == len(once) or any(row["what"] == "turn 2 of 2" for row in measured)
     assert not results["wrong"]
     assert not results["notes"]

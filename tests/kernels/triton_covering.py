@@ -46,6 +46,12 @@ MORE = [
     *(channel_call(RESNET[2], F64, act, last) for act in WIDE_ACTS for last in (False, True)),
     *(channel_call((2, 64, 28, 28), F64, act, last) for act in WIDE_ACTS for last in (False, True)),
     *(channel_call((32, 256, 32, 32), F64, act, groups=32, residual=True) for act in WIDE_ACTS),
+    *(
+        channel_call((4, 320, 64, 64), F64, act, True, 32, residual)
+        for act in WIDE_ACTS
+        for residual in (0, 1)
+    ),
+    *(channel_call((128, 256, 14, 14), F64, act) for act in WIDE_ACTS),
     *(channel_call((32, 256, 32, 32), F32, act, last, 32) for act in WIDE_ACTS for last in (False, True)),
     channel_call((32, 64, 56, 56), groups=-8),
     channel_call((32, 64, 56, 56), last=True, groups=-8, residual=True),

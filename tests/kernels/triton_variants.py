@@ -65,7 +65,24 @@ FAR = [  # past 2^31 elements: in a plane, a tile, four rows, along a row, besid
 CALLS = [
     channel_call(RESNET[0], last=True, sample=True),
     channel_call(RESNET[1], last=True, residual=True, sample=True),
-    channel_call((32, 256, 32, 32), last=True, groups=32, act="silu", sample=True),
+    channel_call((32, 256, 64, 64), last=True, groups=32, act="silu", sample=True),
+    channel_call((128, 512, 7, 7), sample=True),
+    channel_call((128, 512, 14, 14), last=True, sample=True),
+    channel_call((128, 128, 28, 28), residual=True, sample=True),
+    *(
+        channel_call((128, c, n, n), dtype, last=last, residual=r)
+        for c, n in ((128, 28), (256, 14), (512, 14), (512, 7))
+        for dtype in (BF16, F32)
+        for last in (False, True)
+        for r in (False, True)
+    ),
+    *(
+        channel_call((4, c, n, n), dtype, groups=32, last=True, act="silu", residual=r)
+        for c, n in ((256, 64), (320, 64), (640, 32))
+        for dtype in (BF16, F32, F64)
+        for r in (False, True)
+    ),
+    channel_call((32, 256, 32, 32), last=True, groups=32, act="silu"),
     channel_call((2, 64, 28, 28), residual=True, sample=True),
     *(
         channel_call(s, last=last, residual=r)

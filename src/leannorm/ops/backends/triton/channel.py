@@ -3,7 +3,7 @@
 Launches of each call, and the bytes that memory must move, in sizes S of the input:
 
     forward      one launch, 2 S (a program reads all values of its statistics twice, the second time from
-                 the cache), or three, 3 S and some KB of partial statistics
+                 the cache), or three, 3 S and some KB of partial statistics (`tiling.py`: where which)
     backward     one launch, 3 S, or three, 5 S; for several samples one more, which adds up their C sums
     moments      two, 1 S; normalize: one, 2 S; gradient sums: two, 2 S; input gradient: one, 3 S
 
@@ -33,17 +33,19 @@ from leannorm.ops.backends.triton.channel_kernels import (
     normalize_kernel,
 )
 from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
-from leannorm.ops.backends.triton.launch import launch, processors
+from leannorm.ops.backends.triton.launch import cache_bytes, launch, processors
 from leannorm.ops.backends.triton.statistics import move_running_
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
-from leannorm.ops.backends.triton.tiling import SET_REGISTERS, Launches, merging, planned
+from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, Launches, merging, planned
 from leannorm.ops.backends.triton.tuned import choice_for
 from leannorm.ops.plan import channel_plan, statistics_shape
 
 
-def plan_of(x: Tensor, groups: int) -> Launches:
-    choice = choice_for(x.device)
-    return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device), choice)
+def plan_of(x: Tensor, groups: int, pressed: bool = False) -> Launches:
+    """`pressed`: programs that read a whole set need many registers, as in the backward pass."""
+    of_device = processors(x.device), choice_for(x.device), cache_bytes(x.device)
+    of_x = tuple(x.shape), groups, x.is_contiguous(), x.element_size()
+    return planned(*of_x, *of_device, pressed)
 
 
 def groups_of(x: Tensor, mean: Tensor) -> int:
@@ -205,7 +207,7 @@ def _forward(
     if x.numel() == 0:
         rstd = zeros(x, shape).add_(eps).rsqrt_()
         return torch.empty_like(x), zeros(x, shape), zeros(x, shape), rstd, count
-    plan = plan_of(x, groups)
+    plan = plan_of(x, groups, mask is not None)
     if plan.sets is None:
         mean, m2, of_eps = _moments(x, groups, eps, mask, count)
         assert of_eps is not None
@@ -213,19 +215,19 @@ def _forward(
         return _normalized(kept), mean, m2, of_eps, count
     y = empty_like(x)
     mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
-    geometry = plan.geometry
+    geometry, (programs, constants) = plan.geometry, plan.of_sets()
+    limit = SET_REGISTERS if plan.sets.columns or mask is not None else None
+    limit = PRESSED_REGISTERS if plan.sets.alone and mask is not None else limit
     launch(
         set_forward_kernel,
-        plan.set_programs(),
+        programs,
         x.device,
         *(x, residual, y, mask, mean, m2, rstd, count, weight, bias, *geometry.sizes, geometry.groups),
         ACT=act,
         EPS=eps,
-        GROUPED=geometry.grouped,
-        registers=SET_REGISTERS if plan.sets.columns or mask is not None else None,
-        **plan.sets.constants,
+        registers=limit,
+        **constants,
         DOUBLE=x.dtype == torch.float64,
-        STAGES=plan.choice.sets_stages,
     )
     return y, mean, m2, rstd, count
 

@@ -139,7 +139,7 @@ def _backward(
     if x.numel() == 0:
         dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
         return dweight, dbias, returned_dz
-    plan = plan_of(x, groups)
+    plan = plan_of(x, groups, True)
     geometry = plan.geometry
     dweight, dbias = (empty(channels, dtype, x.device) for _ in range(2))
     shares = Shares(dweight, dbias, geometry.segments, geometry.channels, statistics_dtype(x))
@@ -153,23 +153,21 @@ def _backward(
             dy, kept, dz = dz, kept._replace(act="identity"), None
         _input_grad(dy, kept, means, dx, dz)
     else:
+        programs, constants = plan.of_sets()
         bias, residual, out = _needed(kept)
         more = residual is not None or out is not None
-        pressed = (
-            mask is not None or _takes_most(act, x) or (more if geometry.grouped else plan.sets.vector == 1)
-        )
+        pressed = plan.sets.alone or mask is not None or _takes_most(act, x)
+        pressed = pressed or (more if geometry.grouped else plan.sets.vector == 1)
         launch(
             set_backward_kernel,
-            plan.set_programs(),
+            programs,
             x.device,
             *(dy, x, residual, out, dx, dz, mask, mean, rstd, count, weight, bias, *both),
             *(*geometry.sizes, geometry.groups),
             ACT=act,
-            GROUPED=geometry.grouped,
             registers=PRESSED_REGISTERS if pressed else SET_REGISTERS,
-            **plan.sets.constants,
+            **constants,
             DOUBLE=x.dtype == torch.float64,
-            STAGES=plan.choice.sets_stages,
         )
     shares.add_up()
     return dweight, dbias, returned_dz

@@ -56,6 +56,7 @@ def beyond_float32(m2):
 def squares_again(
     x, mask, shift, segment, first, last, c_end, t0, t1, C, inner, samples,
     COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+    SPAN: tl.constexpr = 1,
 ):  # fmt: skip
     """The sum of squared deviations from `shift` of each of a tile's channels, of values up to 1e38.
 
@@ -64,8 +65,10 @@ def squares_again(
     square = tl.zeros((BC, BE), tl.float32)
     for c0 in range(first, last, BC):
         for t in range(t0, t1):
-            start, offsets, inside = tile(t, segment, c0, c_end, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            start, offsets, inside = tile(
+                t, segment, c0, c_end, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
+            )  # fmt: skip
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
             deviation = read(x, start, offsets, loaded, False) * 2.0**-78 - shift * 2.0**-78
             deviation = tl.where(data, deviation, 0.0)
             square = tl.fma(deviation, deviation, square)

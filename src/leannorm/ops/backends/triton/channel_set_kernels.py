@@ -1,7 +1,8 @@
 """Forward and backward in one launch each, if one program can read all values of its statistics (a set).
 
-A program computes BC channels of the batch (or of a sample), or one group of a sample (GROUPED), and goes
-through its tiles twice: the first time from memory, the second time, in reverse, from the caches.
+A program computes BC channels of the batch (or of a sample), one group of a sample (GROUPED), or SIDE groups
+that lie side by side in its tiles, and goes through its tiles twice: the first time from memory, the second
+time, in reverse, from the caches. `tiling.py` says where that is worth it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from leannorm.ops.backends.triton.tiles import (
     gradient_before_activation,
     in_two,
     normalized,
+    over_groups,
     per_channel,
     read,
     tile,
@@ -35,40 +37,65 @@ from leannorm.ops.backends.triton.tiles import (
 SIZES = ("C", "inner", "samples", "G")
 
 
+@triton.jit
+def place_of_set(
+    segment, first, last, C, G, GROUPED: tl.constexpr, SIDE: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Where the statistics of a program's channels are (`[1, 1]` of one group), and which of them exist."""
+    if GROUPED:
+        place = segment * G + first // (C // G) + tl.zeros((1, 1), tl.int64)
+        exists = place >= 0
+    else:
+        c = first + tl.arange(0, BC)[:, None]
+        place = segment * G + (c // (C // G) if SIDE else c)
+        exists = c < last
+    return place, exists
+
+
 @triton.jit(do_not_specialize=SIZES)
 def set_forward_kernel(
     x, residual, y, mask, mean, m2, rstd, n, weight, bias, C, inner, samples, G,
     ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
+    DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once.
+    """Statistics and output: reads x (and residual) once from memory, writes y once. x is read again from the
+    cache, its first tile once more.
 
     With a mask the values of each statistic are counted in `n`, and y is 0 at positions that it leaves out.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
-    count = tile_count(inner, samples, COLUMNS, BE)
+    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC, SIDE)
+    size = C // G
+    count = tile_count(inner, samples, COLUMNS, BE, SPAN)
     zero = segment * 0
 
     t = zero
     if mask is None:
-        in_first = values_before(zero + 1, inner, samples, COLUMNS, BE).to(dtype)
+        in_first = values_before(zero + 1, inner, samples, COLUMNS, BE, SPAN).to(dtype)
     else:
-        t, found = first_with_data(mask, zero, count, segment, inner, samples, COLUMNS, V, BE)
+        t, found = first_with_data(mask, zero, count, segment, inner, samples, COLUMNS, V, BE, SPAN)
         in_first = tl.maximum(found, 1).to(dtype)
         seen = tl.zeros((1, BE), tl.int32)
-    start, offsets, inside = tile(t, segment, first, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-    loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
-    shift = tl.sum(at_data(mask, data, read(x, start, offsets, loaded, DOUBLE)), 1)[:, None] / in_first
-    if GROUPED:
+    start, offsets, inside = tile(
+        t, segment, first, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
+    )  # fmt: skip
+    loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
+    begun = tl.sum(at_data(mask, data, read(x, start, offsets, loaded, DOUBLE)), 1)
+    shift = over_groups(begun, size, SIDE, BC) / in_first
+    if SIDE:
+        shift = shift / size.to(dtype)
+    elif GROUPED:
         shift = tl.sum(shift, 0)[None, :] / tl.minimum(last - first, BC).to(dtype)
     shift = finite(shift)
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for c0 in range(first, last, BC):
         for t in tl.range(zero, count, num_stages=STAGES):
-            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            start, offsets, inside = tile(
+                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
+            )  # fmt: skip
+            loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
             if mask is not None:
                 seen += (valid & (c0 == first)).to(tl.int32)
             deviation = tl.where(data, read(x, start, offsets, loaded, DOUBLE) - shift, 0.0)
@@ -79,25 +106,22 @@ def set_forward_kernel(
         values = (samples.to(tl.int64) * inner).to(tl.float64)
     else:
         values = tl.sum(tl.sum(seen, 1), 0).to(tl.float64)
-    rest = summed(total)[:, None]
+    rest = over_groups(summed(total), size, SIDE, BC)
     squares = summed(square)
     if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
                 x, mask, shift, segment, first, last, last, zero, count, C, inner, samples,
-                COLUMNS, V, WIDE, BC, BE,
+                COLUMNS, V, WIDE, BC, BE, SPAN,
             )  # fmt: skip
             squares = tl.where(squares < float("inf"), squares, again)
-    set_m2 = squares[:, None]
+    set_m2 = over_groups(squares, size, SIDE, BC)
+    place, exists = place_of_set(segment, first, last, C, G, GROUPED, SIDE, BC)
+    if GROUPED or SIDE:
+        values = values * size
     if GROUPED:
-        values = values * (last - first)
         rest = tl.sum(rest, 0)[None, :]
         set_m2 = tl.sum(set_m2, 0)[None, :]
-        place = segment * G + tl.program_id(0) % G + tl.zeros((1, 1), tl.int64)
-        exists = place >= 0
-    else:
-        place = segment * G + first + tl.arange(0, BC)[:, None]
-        exists = place < segment * G + last
     if mask is not None:
         tl.store(n + segment, values, mask=first == 0)
         values = tl.maximum(values, 1)
@@ -105,9 +129,12 @@ def set_forward_kernel(
     set_mean = shift.to(tl.float64) + rest
     set_m2 = not_negative(set_m2 - rest * rest * values)
     set_rstd = 1 / tl.sqrt(set_m2 / values + EPS)
-    tl.store(mean + place, set_mean, mask=exists)
-    tl.store(m2 + place, set_m2, mask=exists)
-    tl.store(rstd + place, set_rstd, mask=exists)
+    writes = exists
+    if SIDE:  # the first channel of each group
+        writes = exists & (tl.arange(0, BC)[:, None] % size == 0)
+    tl.store(mean + place, set_mean, mask=writes)
+    tl.store(m2 + place, set_m2, mask=writes)
+    tl.store(rstd + place, set_rstd, mask=writes)
 
     high, low = in_two(set_mean, DOUBLE)
     scale = set_rstd.to(dtype)
@@ -117,8 +144,10 @@ def set_forward_kernel(
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
         for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
-            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            start, offsets, inside = tile(
+                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
+            )  # fmt: skip
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
             z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT, DOUBLE)
             z = at_data(mask, data, z)
             tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)
@@ -129,7 +158,8 @@ def set_backward_kernel(
     dy, x, residual, out, dx, dz, mask, mean, rstd, n, weight, bias, sum_dz, sum_dz_xhat,
     C, inner, samples, G,
     ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
+    DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
@@ -138,15 +168,11 @@ def set_backward_kernel(
     positions that it leaves out.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
-    count = tile_count(inner, samples, COLUMNS, BE)
+    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC, SIDE)
+    size = C // G
+    count = tile_count(inner, samples, COLUMNS, BE, SPAN)
     zero = segment * 0
-    if GROUPED:
-        place = segment * G + tl.program_id(0) % G + tl.zeros((1, 1), tl.int64)
-        exists = place >= 0
-    else:
-        place = segment * G + first + tl.arange(0, BC)[:, None]
-        exists = place < segment * G + last
+    place, exists = place_of_set(segment, first, last, C, G, GROUPED, SIDE, BC)
     high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
     scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
 
@@ -159,8 +185,10 @@ def set_backward_kernel(
         total = tl.zeros((BC, BE), dtype)
         product = tl.zeros((BC, BE), dtype)
         for t in tl.range(zero, count, num_stages=STAGES):
-            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            start, offsets, inside = tile(
+                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
+            )  # fmt: skip
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
             xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
             g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
             g = tl.where(data, g, 0.0)
@@ -176,24 +204,26 @@ def set_backward_kernel(
         weighted_dz_xhat += w * s_dz_xhat
 
     values = (samples.to(tl.int64) * inner).to(tl.float64)
-    if GROUPED:
-        values = values * (last - first)
+    if GROUPED or SIDE:
+        values = values * size
     if n is not None:
         values = tl.maximum(tl.load(n + segment), 1)
     if GROUPED:
         mean_dz = (tl.sum(weighted_dz, 0) / values).to(dtype)
         mean_dz_xhat = (tl.sum(weighted_dz_xhat, 0) / values).to(dtype)
     else:
-        mean_dz = (weighted_dz / values).to(dtype)[:, None]
-        mean_dz_xhat = (weighted_dz_xhat / values).to(dtype)[:, None]
+        mean_dz = (over_groups(weighted_dz, size, SIDE, BC) / values).to(dtype)
+        mean_dz_xhat = (over_groups(weighted_dz_xhat, size, SIDE, BC) / values).to(dtype)
     for c0 in range(first, last, BC):
         c = c0 + tl.arange(0, BC)[:, None]
         w = per_channel(weight, c, c < last, 1.0, DOUBLE)
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
         for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
-            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            start, offsets, inside = tile(
+                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
+            )  # fmt: skip
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
             xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
             g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
             g = at_data(mask, data, g)

@@ -41,6 +41,14 @@ def processors(device: torch.device) -> int:
 
 
 @cache
+def cache_bytes(device: torch.device) -> int:
+    """Half of the device's L2 cache; of an H100's for the interpreter."""
+    if device.type != "cuda":
+        return 25 << 20
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) // 2
+
+
+@cache
 def _runtime() -> tuple[Any, Callable[[int], Any]] | None:
     """Triton's settings and its look-up of the current stream; None if its release is not known."""
     import triton

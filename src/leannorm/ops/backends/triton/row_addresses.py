@@ -81,7 +81,20 @@ def divided(kept, inner, TILE: tl.constexpr):
 
 @triton.jit
 def parameter(p, k, kept, dtype: tl.constexpr):
-    return tl.load(p + k[None, :], k[None, :] < kept, 0.0, eviction_policy="evict_last").to(dtype)
+    """The parameter's values; p itself if it has been read already."""
+    if p.dtype.is_ptr():
+        return tl.load(p + k[None, :], k[None, :] < kept, 0.0, eviction_policy="evict_last").to(dtype)
+    else:
+        return p
+
+
+@triton.jit
+def line_of_group(p, group, step, k, kept, dtype: tl.constexpr, TILE: tl.constexpr):
+    """The line of p that all rows of a group share; p is one line for all groups if there is no step."""
+    if step is None:
+        return parameter(p, k, kept, dtype)
+    else:
+        return parameter(p + group * (step // TILE.vector * TILE.vector), k, kept, dtype)
 
 
 @triton.jit

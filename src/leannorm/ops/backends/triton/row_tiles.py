@@ -53,7 +53,8 @@ class Tile(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The launch of the backward pass: a tile, programs per multiprocessor, and the kernel's constants."""
+    """A launch whose programs go through many tiles, as the backward pass: a tile, programs per
+    multiprocessor, and the kernel's constants."""
 
     tile: Tile
     programs: int
@@ -109,6 +110,23 @@ def forward(kept: int, inner: int, itemsize: int, pressed: bool, lines: bool = F
         return along(inner, itemsize)
     warps = max(rows * block // a_warp, 1)
     return Tile(rows, block, warps, registers=64 if warps == 16 and inner == 1 and not pressed else None)
+
+
+def run(kept: int, itemsize: int, tensors: int, stages: int, shared: int) -> Backward | None:
+    """For rows that share a line of each parameter, forward: a thread has 16 values of a row and of each line
+    (8 if they are wide or scattered), and `stages` tiles are being loaded. None for rows longer than a tile.
+    """
+    block = power_of_two(kept)
+    a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
+    rows = max(4 * a_warp // block, 1)
+    warps = rows * block // a_warp
+    narrow, single = itemsize == 2, tensors == 1
+    programs = (24 if narrow and single else 16 if narrow or single else 12) // warps
+    if not programs:
+        return None
+    limit = _REGISTERS // (32 * warps * programs) // 8 * 8
+    launch = Backward(Tile(rows, block, warps, registers=limit), programs, fold=False, stages=stages)
+    return launch if programs * launch.shared(itemsize, tensors) <= shared else None
 
 
 # Bytes of a value and length of a row, for tiles that need so many registers that fewer programs fit.

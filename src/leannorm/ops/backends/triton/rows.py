@@ -2,7 +2,8 @@
 
 Launches of each call, and the bytes that memory must move, in sizes S of the input:
 
-    forward      one launch, 2 S (4 S with a residual)
+    forward      one launch, 2 S (4 S with a residual); where groups of rows share lines, each program goes
+                 through many rows of a group, and reads its lines once
     backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
                  shares of dweight and dbias, where several go through a group; for rows longer than a tile
                  three, 5 S (6 S). A weight that has a line for each row has no sums: 5 S in one launch, 1 S
@@ -30,6 +31,8 @@ from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.row_views import NO_VIEW, View, view_of
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
+from leannorm.ops.backends.triton.tiling import DEFAULT
+from leannorm.ops.backends.triton.tuned import choice_for
 from leannorm.ops.layout import dense_rows
 from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
 from leannorm.ops.precision import compute_dtype, row_gradient_dtype
@@ -137,9 +140,11 @@ def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
     parameters = max((p.values.element_size() for p in (weight, bias) if p.values is not None), default=0)
     pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
     lines = weight.each is not None or gate.each is not None
+    if lines and _run_of_rows(call):
+        return
     tile = tiles.forward(plan.kept, plan.inner, size, pressed or lines, lines)
     if parameters > size:
-        tile = unspilled(tile, x, 96)
+        tile = unspilled(tile, x, 128 if lines else 96)
     kernel = row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long
     of_lines = *gate[1:], *weight[1:], *bias[1:]
     steps = view.arguments(2) if tile.whole else ()
@@ -155,6 +160,34 @@ def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
         CAST=cast_before and size == 2,
         ONE=one,
     )
+
+
+def _run_of_rows(call: ForwardCall) -> bool:
+    """Launch programs that go through many rows of a group, if the rows of a group share every line."""
+    x, residual, gate, weight, bias, *results, _, plan, eps, rms, one, cast_before = call
+    each = {line.each for line in (gate, weight, bias) if line.each is not None}
+    stages, shared = (choice_for(x.device) or DEFAULT).run_stages, _device(x.device)[1]
+    how = tiles.run(plan.kept, x.element_size(), 1 if residual is None else 2, stages, shared)
+    if len(each) != 1 or 1 in each or not stages or how is None:
+        return False
+    (rows,) = each
+    groups = plan.outer // rows
+    count = how.tile.needed(rows, 1)
+    parts = min(count, max(processors(x.device) * how.programs // groups, 1))
+    run(
+        row_forward_kernels.forward_run,
+        parts * groups,
+        *(x, how.tile, plan),
+        *(x, residual, gate.values, weight.values, bias.values, *results),
+        *(rows, plan.kept, count, parts, gate.step, weight.step, bias.step),
+        EPS=eps,
+        RMS=rms,
+        CHECKED=x.dtype in (torch.float32, torch.bfloat16),
+        CAST=cast_before and x.element_size() == 2,
+        ONE=one,
+        STAGES=how.stages,
+    )
+    return True
 
 
 def _check(valid: Tensor | None, mean: Tensor) -> None:

@@ -5,11 +5,12 @@ and instance norm. The values of a segment's channel are divided into tiles of B
 channels at a time:
 
     COLUMNS (channels last, or one value per channel): a tile is BE rows of memory, BC wide
-    otherwise (contiguous): it is a piece of one sample's planes, BC of them, BE long
+    otherwise (contiguous): it is a piece of the planes of SPAN samples, BC of each, BE / SPAN long
 
-`[BC, BE]` is every tile's shape; Triton reads along the contiguous axis. V divides that axis' extent and the
-offset where every tile begins. `n // V * V` shows that to the compiler, which then loads 16 bytes at once, if
-V values are that many.
+`[BC, BE]` is every tile's shape; Triton reads along the contiguous axis. SPAN is more than 1 where planes are
+short, as a tile of one sample would leave most threads of a program without a value. V divides the contiguous
+axis' extent and the offset where every tile begins. `n // V * V` shows that to the compiler, which then loads
+16 bytes at once, if V values are that many.
 """
 
 from __future__ import annotations
@@ -21,31 +22,45 @@ from leannorm.ops.backends.triton.activations import activate, derivative, deriv
 
 
 @triton.jit
-def tile_count(inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr):
+def tile_count(inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1):
     """How many tiles a segment has for each block of channels."""
     samples = samples.to(tl.int64)
     if COLUMNS:
         count = tl.cdiv(samples * inner, BE)
     else:
-        count = samples * tl.cdiv(inner, BE)
+        count = tl.cdiv(samples, SPAN) * tl.cdiv(inner, BE // SPAN)
     return count
 
 
 @triton.jit
-def values_before(t, inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr):
+def values_before(t, inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1):
     """How many values each channel has in the tiles 0 .. t-1 of a segment."""
     if COLUMNS:
         values = tl.minimum(t * BE, samples.to(tl.int64) * inner)
     else:
-        a_sample = tl.cdiv(inner, BE)
-        values = (t // a_sample) * inner + tl.minimum((t % a_sample) * BE, inner)
+        pieces = tl.cdiv(inner, BE // SPAN)
+        sample = (t // pieces) * SPAN
+        in_piece = tl.minimum((t % pieces) * (BE // SPAN), inner)
+        if SPAN == 1:
+            values = sample * inner + in_piece
+        else:
+            values = tl.minimum(sample, samples) * inner + tl.minimum(samples - sample, SPAN) * in_piece
     return values
+
+
+@triton.jit
+def first_of_tile(t, inner, BE: tl.constexpr, SPAN: tl.constexpr):
+    """The sample and the position in its planes where tile `t` begins (contiguous)."""
+    pieces = tl.cdiv(inner, BE // SPAN)
+    sample = t // pieces * SPAN
+    return sample, (t % pieces) * (BE // SPAN)
 
 
 @triton.jit
 def tile(
     t, segment, c0, c_end, C, inner, samples,
     COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+    SPAN: tl.constexpr = 1,
 ):  # fmt: skip
     """Where tile `t` of the channels c0 .. c_end-1 begins, the offsets of its elements, and which exist.
 
@@ -66,20 +81,31 @@ def tile(
             offsets = e * width + c
     else:
         length = inner // V * V
-        a_sample = tl.cdiv(inner, BE)
-        first = (t % a_sample) * BE
-        start = ((segment * samples + t // a_sample) * C + c0) * length + first
-        left = tl.minimum(length - first, BE).to(tl.int32)
+        sample, first = first_of_tile(t, inner, BE, SPAN)
+        start = ((segment * samples + sample) * C + c0) * length + first
+        left = tl.minimum(length - first, BE // SPAN).to(tl.int32)
         if WIDE:
-            offsets = c.to(tl.int64) * length + e
+            c_wide = c.to(tl.int64)
+            e_wide = e.to(tl.int64)
         else:
-            offsets = c * length + e
-    return start, offsets, (e < left) & (c < c_end - c0)
+            c_wide = c
+            e_wide = e
+        if SPAN == 1:
+            offsets = c_wide * length + e
+        else:
+            of_sample = e_wide // (BE // SPAN)
+            e = e % (BE // SPAN)
+            offsets = of_sample * C * length + c_wide * length + e
+    inside = (e < left) & (c < c_end - c0)
+    if SPAN > 1:
+        inside = inside & (of_sample < samples - sample)
+    return start, offsets, inside
 
 
 @triton.jit
 def valid_positions(
-    mask, t, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
+    mask, t, segment, inner, samples,
+    COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1,
 ):  # fmt: skip
     """Where `mask` (samples, inner) marks data in tile `t`, `[1, BE]`: the same for all channels."""
     if COLUMNS:
@@ -91,17 +117,23 @@ def valid_positions(
     else:
         e = tl.arange(0, BE)[None, :]
         length = inner // V * V
-        a_sample = tl.cdiv(inner, BE)
-        first = (t % a_sample) * BE
-        start = (segment * samples + t // a_sample) * length + first
-        left = tl.minimum(length - first, BE).to(tl.int32)
-        valid = tl.load(mask + start + e, mask=e < left, other=0) != 0
+        sample, first = first_of_tile(t, inner, BE, SPAN)
+        start = (segment * samples + sample) * length + first
+        left = tl.minimum(length - first, BE // SPAN).to(tl.int32)
+        if SPAN == 1:
+            valid = tl.load(mask + start + e, mask=e < left, other=0) != 0
+        else:
+            of_sample = e // (BE // SPAN)
+            e = e % (BE // SPAN)
+            there = (e < left) & (of_sample < samples - sample)
+            valid = tl.load(mask + start + of_sample.to(tl.int64) * length + e, mask=there, other=0) != 0
     return valid
 
 
 @triton.jit
 def data_of(
-    mask, x, inside, t, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
+    mask, x, inside, t, segment, inner, samples,
+    COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1,
 ):  # fmt: skip
     """Which of a tile's elements to load, which of these are data, and which positions are valid, `[1, BE]`.
 
@@ -113,7 +145,7 @@ def data_of(
         data = inside
         valid = inside
     else:
-        valid = valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE)
+        valid = valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
         data = inside & valid
         if COLUMNS:
             loaded = data
@@ -141,15 +173,16 @@ def number_of(valid):
 
 @triton.jit
 def first_with_data(
-    mask, t0, t1, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
+    mask, t0, t1, segment, inner, samples,
+    COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1,
 ):  # fmt: skip
     """The first of the tiles t0 .. t1-1 that has data (the last, if none has), and the number of valid
     positions."""
     t = t0
-    found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE))
+    found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE, SPAN))
     while (found == 0) & (t + 1 < t1):
         t += 1
-        found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE))
+        found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE, SPAN))
     return t, found
 
 
@@ -167,9 +200,16 @@ def run_of_tiles(C, inner, samples, tiles, parts, COLUMNS: tl.constexpr, BC: tl.
 
 
 @triton.jit
-def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr):
-    """A program's segment, its first channel, and the channel after its last."""
-    if GROUPED:
+def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr, SIDE: tl.constexpr = 0):
+    """A program's segment, its first channel, and the channel after its last: of a group, of SIDE groups side
+    by side, or of BC channels."""
+    if SIDE:
+        size = SIDE * (C // G)
+        blocks = tl.cdiv(C, size)
+        segment = pid // blocks
+        first = (pid % blocks) * size
+        last = tl.minimum(first + size, C)
+    elif GROUPED:
         size = C // G
         segment = pid // G
         first = (pid % G) * size
@@ -180,6 +220,18 @@ def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr):
         first = (pid % blocks) * BC
         last = tl.minimum(first + BC, C)
     return segment.to(tl.int64), first, last
+
+
+@triton.jit
+def over_groups(values, size, SIDE: tl.constexpr, BC: tl.constexpr):
+    """`[BC, 1]`: each channel's value, or with groups side by side the sum over the channels of its group."""
+    if SIDE:
+        group = tl.arange(0, BC) // size
+        alike = group[:, None] == group[None, :]
+        result = tl.sum(tl.where(alike, values[None, :], 0.0), 1)[:, None]
+    else:
+        result = values[:, None]
+    return result
 
 
 @triton.jit

@@ -31,6 +31,9 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "sums_stages": (1, 2, 3, 4),
     "mapping_stages": (1, 2, 3, 4),
     "sets_stages": (1, 2, 3, 4),
+    "alone_stages": (1, 2, 3),  # with four, devices run out of shared memory
+    "rounds": (0, 8, 16, 32, 64),
+    "run_stages": (0, 2, 3, 4),
 }
 _RESIDENT = 64  # warps per multiprocessor, of which fewer fit if each has 32 registers per thread
 

@@ -1,0 +1,302 @@
+"""Norms of one launch: where the planner takes it, its numbers, and the bytes that the kernels move."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from cases import ChannelCase
+from kernel_cases import BF16, F32, F64, assert_close_to_reference, call_on, results
+from test_masked_channel_kernels import assert_close_to_reference as assert_masked_close
+from test_masked_channel_kernels import mask_of, with_nan
+
+from leannorm.ops.backends import TRITON, triton
+
+pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
+interpreted = pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+H200, SECTOR = 132, 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter():
+    """Operators are called here without the backend, which would patch it."""
+    if triton.INTERPRETED:
+        from leannorm.ops.backends.triton.interpreted import patch_interpreter
+
+        patch_interpreter()
+
+
+def planned(shape, contiguous, groups=0, itemsize=2, **changed):
+    from leannorm.ops.backends.triton import tiling
+
+    return tiling.planned(shape, groups, contiguous, itemsize, H200, tiling.Choice(**changed))
+
+
+ONE = [  # channels, side, contiguous
+    *((c, n, True) for c, n in ((128, 28), (256, 14), (512, 14), (512, 7), (2048, 7))),
+    *((c, n, False) for c, n in ((512, 14), (512, 7), (2048, 7))),
+]
+SEVERAL = [(64, 112, True), (256, 28, True), (64, 56, False), (128, 28, False), (1024, 14, False)]
+
+
+@pytest.mark.parametrize(("channels", "side", "contiguous"), ONE)
+def test_small_planes_of_many_channels_take_one_launch(channels, side, contiguous):
+    shape = 128, channels, side, side
+    plan = planned(shape, contiguous)
+    assert plan.sets is not None
+    assert planned(shape, contiguous, rounds=0).sets is None  # what turns it off
+    programs, constants = plan.of_sets()
+    assert programs >= 64
+    tile = constants["BC"] * constants["BE"] * 2
+    assert programs > H200 or tile >= 8 << 10  # enough is being loaded for a whole multiprocessor
+    read = min(programs, H200 if plan.sets.alone else 4 * H200) * plan.sets.tiles(plan.geometry) * tile
+    assert read < 50 << 20 or plan.sets.tiles(plan.geometry) <= 8  # the second time from the cache
+
+
+@pytest.mark.parametrize(("channels", "side", "contiguous"), SEVERAL)
+def test_large_planes_and_few_channels_take_several(channels, side, contiguous):
+    assert planned((128, channels, side, side), contiguous).sets is None
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_batch_decides_how_many_tiles_and_not_what_is_compiled(contiguous):
+    for _, channels, side in {(0, c, n) for c, n, _ in ONE}:
+        plans = [planned((n, channels, side, side), contiguous) for n in (2, 3, 17, 40, 128)]
+        assert len({plan.sets for plan in plans if plan.sets is not None}) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "side"),
+    [
+        ((32, 256, 64, 64), 32, 2),
+        ((32, 256, 32, 32), 32, 8),
+        ((4, 320, 64, 64), 32, 1),
+        ((8, 96, 16, 16), 12, 8),
+    ],
+)
+def test_groups_of_channels_last_lie_side_by_side(shape, groups, side):
+    """A program reads whole sectors, as many groups at a time as the cache holds twice."""
+    plan = planned(shape, False, groups)
+    assert plan.sets is not None
+    assert plan.sets.side == side
+    assert plan.sets.block_channels * 2 >= SECTOR
+    assert side * shape[1] // groups <= plan.sets.block_channels
+    assert planned(shape, False, groups, rounds=0).sets is None
+
+
+@pytest.fixture
+def as_on_an_h200(monkeypatch):
+    """The tiles that an H200 gets, small as its inputs are here."""
+    from leannorm.ops.backends.triton import channel, tape
+
+    tape.forget()
+    monkeypatch.setattr(channel, "processors", lambda device: H200)
+    yield
+    tape.forget()
+
+
+PLANES = [
+    (ChannelCase((37, 3, 7, 7)), F32, "relu", 0, False),
+    (ChannelCase((5, 10, 5, 5)), BF16, "gelu", 0, True),
+    (ChannelCase((19, 6, 4, 4)), F64, "identity", 0, False),
+    (ChannelCase((70, 4, 6, 10)), BF16, "relu", 0, False),
+    (ChannelCase((3, 9, 33, 70)), F32, "relu", 0, False),
+    (ChannelCase((6, 24, 9, 9), "channels_last"), BF16, "relu", 0, True),
+    (ChannelCase((3, 20, 6, 6), "channels_last"), F32, "silu", 2, False),
+    (ChannelCase((2, 96, 7, 7), "channels_last"), BF16, "silu", 12, False),
+    (ChannelCase((2, 21, 5, 5), "channels_last"), F32, "relu", 7, True),
+    (ChannelCase((2, 40, 5, 9), "channels_last"), F64, "gelu", 4, False),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("given", PLANES, ids=lambda given: f"{given[0]}-{given[1]}-{given[3]}")
+def test_the_numbers_are_the_references(as_on_an_h200, given):
+    call = call_on(*given)
+    assert planned(tuple(call.x.shape), call.x.is_contiguous(), call.groups).sets is not None
+    assert_close_to_reference(call, TRITON)
+    first, second = results(TRITON, call), results(TRITON, call)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["random", "late"])
+@pytest.mark.parametrize("given", [PLANES[0], PLANES[3], PLANES[7]], ids=lambda given: str(given[0]))
+def test_padding_is_not_read(as_on_an_h200, given, kind):
+    call = call_on(*given)
+    mask = mask_of(tuple(call.x.shape), kind)
+    assert_masked_close(TRITON, with_nan(call, mask), mask)
+
+
+@interpreted
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_a_groups_values_stay_in_their_group(as_on_an_h200, value):
+    """Its neighbours in a tile have none of its NaN, and lose no digit by its squares."""
+    call = call_on(*PLANES[7])
+    plain = results(TRITON, call)
+    call.x[1, 3, 2, 2] = value
+    spoiled = results(TRITON, call)
+    for name in ("y", "dx", "mean", "rstd"):
+        there = torch.ones_like(plain[name], dtype=torch.bool)
+        there[1, : there.shape[1] // 2] = False
+        assert torch.equal(plain[name][there], spoiled[name][there]), name
+    if value == 1e30:
+        assert_close_to_reference(call._replace(dy=call.dy.clone()), TRITON)
+
+
+class Traffic:
+    """The bytes of each tensor that the interpreter loads and stores in a launch."""
+
+    def __init__(self, monkeypatch):
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        self.tensors, self.launches = {}, []
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+        monkeypatch.setattr(
+            InterpreterBuilder,
+            "create_masked_load",
+            lambda builder, ptrs, mask, *more: self.note(ptrs, mask) or load(builder, ptrs, mask, *more),
+        )
+        monkeypatch.setattr(
+            InterpreterBuilder,
+            "create_masked_store",
+            lambda builder, ptrs, value, mask, *more: (
+                self.note(ptrs, mask) or store(builder, ptrs, value, mask, *more)
+            ),
+        )
+
+    def note(self, ptrs, mask):
+        at = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
+        for name, (first, t) in self.tensors.items():
+            inside = at[(at >= first) & (at < first + t.nbytes)]
+            if inside.size:
+                self.launches[-1][name].append(inside)
+
+    def of(self, monkeypatch, call, **tensors):
+        """What a call moves; a tensor without a name of its own is one that it makes: `out`."""
+        from leannorm.ops.backends.triton import channel, channel_gradients, tape
+        from leannorm.ops.backends.triton.launch import launch
+
+        tape.forget()
+        self.tensors = {name: (t.data_ptr(), t) for name, t in tensors.items()}
+        self.launches = []
+        made = channel.empty_like
+
+        def noted(t):
+            new = made(t)
+            if new.dim() > 2:
+                self.tensors[f"out {len(self.tensors)}"] = new.data_ptr(), new
+            return new
+
+        def one(*arguments, **constants):
+            self.launches.append(defaultdict(list))
+            launch(*arguments, **constants)
+
+        for module in (channel, channel_gradients):
+            monkeypatch.setattr(module, "empty_like", noted)
+            monkeypatch.setattr(module, "launch", one)
+        result = call()
+        monkeypatch.undo()
+        itemsize = next(iter(tensors.values())).element_size()
+        touched = [
+            {name: np.concatenate(parts) for name, parts in launch.items()} for launch in self.launches
+        ]
+        return SimpleNamespace(
+            result=result,
+            once=sum(len(np.unique(at)) * itemsize for launch in touched for at in launch.values()),
+            all=sum(len(at) * itemsize for launch in touched for at in launch.values()),
+            sectors=sum(
+                len(np.unique(part // SECTOR)) * SECTOR
+                for launch in self.launches
+                for parts in launch.values()
+                for part in parts
+            ),
+        )
+
+
+MOVED = [  # shape, layout, groups, bytes forward and backward in sizes of the input
+    ((6, 4, 7, 7), "contiguous", 0, (2, 3)),
+    ((6, 16, 6, 6), "channels_last", 0, (2, 3)),
+    ((3, 64, 8, 8), "channels_last", 8, (2, 3)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("shape", "layout", "groups", "moved"), MOVED)
+def test_bytes_are_those_of_the_docstring(monkeypatch, shape, layout, groups, moved, several):
+    """Of memory each launch moves every byte once; what a program reads again is in the cache."""
+    from leannorm.ops.backends.triton import channel, channel_gradients, tiling
+
+    call = call_on(ChannelCase(shape, layout), BF16, "silu", groups)
+    weight, bias = call.weight, call.bias
+    size = call.x.nbytes
+    found = {}
+    for which in ("forward", "backward"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(channel, "processors", lambda device: H200)
+            patch.setattr(channel, "choice_for", lambda device: tiling.Choice(rounds=0 if several else 16))
+            traffic = Traffic(patch)
+            if which == "forward":
+                arguments = call.x, weight, bias, None, 1e-5, "silu", groups
+                found[which] = traffic.of(patch, lambda a=arguments: channel.channel_forward(*a), x=call.x)
+                _, mean, _, rstd, _ = found[which].result
+            else:
+                arguments = call.dy, call.x, mean, rstd, weight, bias, None, None, "silu", groups, False
+                found[which] = traffic.of(
+                    patch, lambda a=arguments: channel_gradients.channel_backward(*a), x=call.x, dy=call.dy
+                )
+    once = found["forward"].once / size, found["backward"].once / size
+    assert once == ((3, 5) if several else moved)
+    if not several:  # again from the cache: x, dy and x, and the first tile for a number near the mean
+        assert 3 <= found["forward"].all / size <= 4
+        assert found["backward"].all / size == 5
+
+
+@interpreted
+def test_groups_side_by_side_read_whole_sectors(monkeypatch):
+    """Not half of each: 8 channels of a group are 16 bytes of a row."""
+    from leannorm.ops.backends.triton import channel
+
+    call = call_on(ChannelCase((2, 64, 8, 8), "channels_last"), BF16, "silu", 8)
+    arguments = call.x, call.weight, call.bias, None, 1e-5, "silu", 8
+    monkeypatch.setattr(channel, "processors", lambda device: H200)
+    found = Traffic(monkeypatch).of(monkeypatch, lambda: channel.channel_forward(*arguments), x=call.x)
+    assert found.sectors == found.all
+
+
+@interpreted
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_program_reads_a_groups_lines_once_for_many_rows(monkeypatch, plain, rms):
+    """Two sizes of the input, and a scale and a shift for each program, not for each tile of rows."""
+    from leannorm.ops.backends.triton import launch, rows, tape, tiling
+
+    groups, length, kept, processors = 3, 40, 64, 1
+    x, scale, shift = torch.randn(groups * length, kept), torch.randn(groups, kept), torch.randn(groups, kept)
+    given = x, None, scale, shift, 1, 2, 1e-5, rms, 1.0, False
+    want = rows.row_forward(*given)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "processors", lambda device: processors)
+        patch.setattr(rows, "choice_for", lambda device: tiling.Choice(run_stages=0 if plain else 3))
+        run = rows.launch
+        patch.setattr(
+            rows, "launch", lambda kernel, *a, **k: (seen.append(kernel.__name__), run(kernel, *a, **k))
+        )
+        traffic = Traffic(patch)
+        traffic.launches = [defaultdict(list)]
+        traffic.tensors = {n: (t.data_ptr(), t) for n, t in (("x", x), ("scale", scale), ("shift", shift))}
+        tape.forget()
+        got = rows.row_forward(*given)
+    tape.forget()
+    torch.testing.assert_close(got, want)
+    assert launch.listening.recorder is None
+    moved = {name: sum(map(len, parts)) * 4 for name, parts in traffic.launches[0].items()}
+    assert moved["x"] == x.nbytes
+    assert seen == ["forward_tile" if plain else "forward_run"]
+    lines = groups * length if plain else groups * min(4 * processors // groups or 1, 2)
+    assert moved["scale"] == moved["shift"] == lines * kept * 4
