@@ -62,9 +62,8 @@ inline bool plain_call() {
          !at::impl::torch_function_mode_enabled();
 }
 
-inline bool recorded(const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  const auto needs = [](const Tensor& v) { return v.defined() && v.requires_grad(); };
-  return at::GradMode::is_enabled() && (needs(x) || needs(weight) || needs(bias));
+template <class... Tensors> bool recorded(const Tensors&... of) {
+  return at::GradMode::is_enabled() && ((of.defined() && of.requires_grad()) || ...);
 }
 // Whether it belongs to inference mode, so that autograd cannot save it.
 inline bool in_inference(const Tensor& v) { return v.defined() && v.is_inference(); }
@@ -126,6 +125,14 @@ struct Given {
     records = recorded(x, weight, bias);
     return x.defined() && !(records && (in_inference(x) || in_inference(weight) || in_inference(bias)));
   }
+  // A residual like x, in its layout.
+  bool read_residual(PyObject* from, Tensor& residual) {
+    if (!read(from, residual, by_triton)) return false;
+    if (!residual.defined()) return true;
+    records |= recorded(residual);
+    const bool is_like_x = residual.scalar_type() == x.scalar_type() && residual.sizes() == x.sizes() && residual.strides() == x.strides();
+    return is_like_x && !(records && (in_inference(x) || in_inference(weight) || in_inference(bias) || in_inference(residual)));
+  }
   // Whether there is no bias without a weight, and none of another dtype.
   bool alike() const { return !bias.defined() || (weight.defined() && weight.scalar_type() == bias.scalar_type()); }
 };
@@ -172,19 +179,26 @@ struct Operator {
       : name(name), handle(c10::Dispatcher::singleton().findSchemaOrThrow((std::string("leannorm::") + name).c_str(), "")) {}
   // False if Triton's kernel has seen no such call, which Python then has to make.
   bool operator()(Stack& stack, bool by_triton) const {
-    if (by_triton) return tapes().repeat(name, stack);
+    if (by_triton) return by_tape(stack);
     handle.callBoxed(&stack);
     return true;
   }
   // Also false if the CPU's kernel has rejected its arguments: then it has written nothing.
   bool taken(Stack& stack, bool by_triton) const {
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (by_triton) return tapes().repeat(name, stack);
+    if (by_triton) return by_tape(stack);
     try {
       handle.callBoxed(&stack);
     } catch (const std::exception&) {
       return false;
     }
+    return true;
+  }
+  // Who listens to operators, such as a pass in lean(), hears a call of the dispatcher's.
+  bool by_tape(Stack& stack) const {
+    if (!is_watched()) return tapes().repeat(name, stack);
+    if (!tapes().serves_dispatcher || !tapes().knows(name, stack)) return false;
+    handle.callBoxed(&stack);
     return true;
   }
 };

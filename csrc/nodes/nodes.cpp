@@ -15,47 +15,13 @@
 namespace leannorm {
 namespace {
 
-// The node of a call on x, weight and bias, which autograd records.
-template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+// The node of a call on x, weight, bias and a residual if there is one, which autograd records.
+template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual = {}) {
+  using torch::autograd::collect_next_edges;
   auto node = new_node<Kind, decltype(torch::autograd::Edge().function)>();
-  node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias));
+  node->set_next_edges(residual.defined() ? collect_next_edges(x, weight, bias, residual) : collect_next_edges(x, weight, bias));
   node->has_bias = bias.defined();
   return node;
-}
-
-Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, const Running& running) {
-  static const Operator forward("channel_forward"), tracked("channel_forward_tracked_");
-  const auto& [x, weight, bias, eps, by_triton, records] = of;
-  Stack stack = running.given() ? stack_of(x, weight, bias, Tensor(), eps, act, running.mean, running.var,
-                                           running.num_batches, running.momentum)
-                                : stack_of(x, weight, bias, Tensor(), eps, act, groups, Tensor());
-  if (!(running.given() ? tracked : forward).taken(stack, by_triton)) return {};
-  for (const Tensor* v : {&running.mean, &running.var, &running.num_batches})
-    if (v->defined()) torch::autograd::impl::bump_version(*v);
-  Tensor y = tensor(stack, 0);
-  if (!records) return y;
-  const auto node = node_of<ChannelNorm>(x, weight, bias);
-  node->save(kX, x);
-  node->save(kMean, tensor(stack, 1));
-  node->save(kRstd, tensor(stack, 3));
-  node->save(kWeight, weight);
-  if (act.toStringRef() != "identity") node->save(kBias, bias);
-  node->by_triton = by_triton, node->act = act, node->eps = eps, node->groups = groups;
-  torch::autograd::set_history(y, node);
-  return y;
-}
-
-// channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
-PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  Given given;
-  Running running;
-  c10::IValue act;
-  int64_t groups;
-  if (count != 8 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
-  if (!read(arguments[5], groups) || !running.read_from(arguments[6], given.by_triton) || !dense(given.x) || !given.alike()) Py_RETURN_NONE;
-  return result([&] { return channel_norm(given, act, groups, running); });
-  END_HANDLE_TH_ERRORS
 }
 
 // Whether the output of this activation determines its derivative.
@@ -65,6 +31,47 @@ bool from_output(const std::string& act) {
   LEANNORM_ACTIVATIONS(LEANNORM_NAMED)
 #undef LEANNORM_NAMED
   return false;
+}
+
+Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, const Running& running, const Tensor& residual) {
+  static const Operator forward("channel_forward"), tracked("channel_forward_tracked_");
+  const auto& [x, weight, bias, eps, by_triton, records] = of;
+  Stack stack = running.given() ? stack_of(x, weight, bias, residual, eps, act, running.mean, running.var,
+                                           running.num_batches, running.momentum)
+                                : stack_of(x, weight, bias, residual, eps, act, groups, Tensor());
+  if (!(running.given() ? tracked : forward).taken(stack, by_triton)) return {};
+  for (const Tensor* v : {&running.mean, &running.var, &running.num_batches})
+    if (v->defined()) torch::autograd::impl::bump_version(*v);
+  Tensor y = tensor(stack, 0);
+  if (!records) return y;
+  const auto node = node_of<ChannelNorm>(x, weight, bias, residual);
+  torch::autograd::set_history(y, node);
+  node->save(kX, x);
+  node->save(kMean, tensor(stack, 1));
+  node->save(kRstd, tensor(stack, 3));
+  node->save(kWeight, weight);
+  if (act.toStringRef() != "identity") {
+    node->save(kBias, bias);
+    const bool by_output = residual.defined() && from_output(act.toStringRef());
+    by_output ? node->save(kOut, y, true) : node->save(kResidual, residual);
+  }
+  node->by_triton = by_triton, node->act = act, node->eps = eps, node->groups = groups, node->has_residual = residual.defined();
+  return y;
+}
+
+// channel_norm(x, weight, bias, eps, act, groups, running, residual, by_triton)
+PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Given given;
+  Running running;
+  Tensor residual;
+  c10::IValue act;
+  int64_t groups;
+  if (count != 9 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
+  if (!read(arguments[5], groups) || !running.read_from(arguments[6], given.by_triton) || !dense(given.x) || !given.alike()) Py_RETURN_NONE;
+  if (!given.read_residual(arguments[7], residual)) Py_RETURN_NONE;
+  return result([&] { return channel_norm(given, act, groups, running, residual); });
+  END_HANDLE_TH_ERRORS
 }
 
 at::MemoryFormat layout_of(const Tensor& y) {
@@ -161,10 +168,16 @@ PyObject* storage(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
+// is_watched(): does anyone listen to operators in this thread?
+PyObject* watched(PyObject*, PyObject*) { return PyBool_FromLong(is_watched()); }
+
 // What is called once per process, or once for a kind of call.
 void add_settings(py::module_ module) {
   module.def("set_backward", [](py::object of_fast) { by_python = of_fast.release().ptr(); });
-  module.def("set_launches", [](py::object launch) { tapes().module = launch; });  // it reports the current device
+  // launch.py reports the current device; the interpreter's kernels are not the dispatcher's
+  module.def("set_launches", [](py::object launch, bool serves_dispatcher) {
+    tapes().module = launch, tapes().serves_dispatcher = serves_dispatcher;
+  });
   module.def("keep_tape", [](const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches,
                              const py::list& results) { tapes().keep(name, arguments, made, launches, results); });
   module.def("forget_tapes", [] { tapes().forget(); });
@@ -175,6 +188,7 @@ PyMethodDef functions[] = {
     {"evaluation", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_evaluation)), METH_FASTCALL, nullptr},
     {"row_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_row_norm)), METH_FASTCALL, nullptr},
     {"storage", &storage, METH_O, nullptr},
+    {"is_watched", &watched, METH_NOARGS, nullptr},
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 

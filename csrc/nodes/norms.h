@@ -16,7 +16,7 @@ using torch::autograd::variable_list;
 
 inline PyObject* by_python = nullptr;  // fast.py's backward pass, for everything unusual
 
-enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
+enum Saved { kX, kMean, kRstd, kWeight, kBias, kResidual, kOut, kSaved };
 using Tensors = std::array<Tensor, kSaved>;
 
 // What the three nodes have in common: saved tensors, and a backward pass by kernels or by Python.
@@ -37,7 +37,7 @@ struct Direct : Node {
     for (int i = 0; i < kSaved; ++i) kept[i] = saved[i].unpack(i == kOut ? getptr() : nullptr);
     return kept;
   }
-  bool needs(int input) const { return next_edge(input).is_valid(); }
+  bool needs(size_t input) const { return input < num_outputs() && next_edge(input).is_valid(); }
   // An operator's gradients of x, weight and bias; the first is always requested.
   variable_list gradients_in(Stack& stack) const {
     return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
@@ -62,10 +62,10 @@ struct Direct : Node {
     try {
       py::list tensors;
       for (const Tensor& v : kept) tensors.append(v.defined() ? py::cast(v) : py::none());
-      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2));
+      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2), needs(3));
       const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy);
       variable_list gradients;
-      for (int i = 0; i < 3; ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
+      for (size_t i = 0; i < num_outputs(); ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
       return gradients;
     } catch (py::error_already_set& error) {
       throw_error(error);
@@ -102,20 +102,26 @@ inline Tensor like(const Tensor& x, const Tensor& dy) {
 struct ChannelNorm final : Direct {
   double eps;
   int64_t groups;
+  bool has_residual;
 
   std::string name() const override { return "ChannelNormBackward"; }
-  py::tuple how() const override { return py::make_tuple(by_triton, has_bias, act.toStringRef(), eps, groups); }
-  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+  py::tuple how() const override { return py::make_tuple(by_triton, has_bias, act.toStringRef(), eps, groups, has_residual); }
+  variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
     static const Operator backward("channel_backward");
-    Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
-                           Tensor(), act, groups, false, false, Tensor(), Tensor());
+    const Tensor dy = like(kept[kX], given);
+    const bool is_dy = act.toStringRef() == "identity";  // the residual's gradient, which kernels do not write then
+    Stack stack = stack_of(dy, kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], kept[kResidual], kept[kOut], act,
+                           groups, needs(3) && !is_dy, false, Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
-    return gradients_in(stack);
+    variable_list gradients = gradients_in(stack);
+    if (has_residual) gradients.push_back(!needs(3) ? Tensor() : is_dy ? dy : tensor(stack, 3));
+    return gradients;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
     args.collect(eps);
     args.collect(groups);
+    args.collect(has_residual);
   }
 };
 

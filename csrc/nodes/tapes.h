@@ -3,12 +3,16 @@
 // Triton launches by a Python function, so a launch needs the interpreter's lock; everything else does without it.
 #pragma once
 
-#include <ATen/core/stack.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/record_function.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
+#include "launches.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/stack.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <bit>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 
@@ -31,105 +35,83 @@ inline bool is_watched() {
   return called.has_value() && !called->callbacks_.empty();
 }
 
-// A part of a call's kind: what an operator decides by. As in Python's keys, 1, 1.0 and True are the same.
-inline void add_kind(std::string& kind, const c10::IValue& argument) {
-  const auto add = [&](auto value) { kind.append(reinterpret_cast<const char*>(&value), sizeof value); };
-  if (argument.isTensor()) {
-    const at::Tensor& v = argument.toTensor();
-    add('T'), add(v.device().type()), add(v.device().index()), add(v.scalar_type()), add(v.dim());
-    for (const int64_t size : v.sizes()) add(size);
-    for (const int64_t stride : v.strides()) add(stride);
-  } else if (argument.isString()) {
-    add('S'), add(argument.toStringRef().size()), kind += argument.toStringRef();
-  } else if (argument.isNone()) {
-    add('N');
-  } else {
-    add('D'), add(argument.toScalar().toDouble());
-  }
-}
-
-// A launch with all arguments except its tensors; a `Launch` of launch.py handles everything unusual.
-class Launch {
+// The kind of a call: its operator, and all that this decides by. As in Python's keys, 1, 1.0 and True are the same.
+class Kind {
  public:
-  Launch(py::handle launch, py::handle places)
-      : whole(py::reinterpret_borrow<py::object>(launch)), places(py::reinterpret_borrow<py::object>(places)) {
-    programs = whole.attr("programs");
-    for (const py::handle value : whole.attr("values")) values.push_back(py::reinterpret_borrow<py::object>(value));
-    for (const py::handle place : places) {
-      const auto [position, slot, offset] = place.cast<std::tuple<size_t, size_t, int64_t>>();
-      where.push_back({position, slot, offset});
+  explicit Kind(const std::string& name) { add_text(name); }
+  void add(const c10::IValue& argument) {
+    if (argument.isTensor()) {
+      const at::Tensor& v = argument.toTensor();
+      const auto sizes = v.sizes(), strides = v.strides();
+      const c10::Device device = v.device();
+      add_word(kTensor, static_cast<uint8_t>(device.type()), static_cast<uint8_t>(device.index()), static_cast<uint8_t>(v.scalar_type()), sizes.size());
+      words.append(sizes.begin(), sizes.end());
+      words.append(strides.begin(), strides.end());
+    } else if (argument.isString()) {
+      add_text(argument.toStringRef());
+    } else if (argument.isNone()) {
+      add_word(kNone);
+    } else {
+      add_word(kNumber);
+      words.push_back(std::bit_cast<uint64_t>(argument.isInt() ? static_cast<double>(argument.toInt()) : argument.toScalar().toDouble()));
     }
   }
-  void operator()(const std::vector<at::Tensor>& slots, const py::object& module) const {
-    static PyObject* const aligned = PyUnicode_InternFromString("aligned");
-    const py::object found = got(whole.ptr(), aligned);
-    uintptr_t bits = 0;
-    c10::SmallVector<uintptr_t, 16> pointers;
-    for (const auto& [position, slot, offset] : where) {
-      const at::Tensor& v = slots[slot];
-      pointers.push_back(reinterpret_cast<uintptr_t>(v.data_ptr()) + offset * v.element_size());
-      bits |= pointers.back();
+  bool operator==(const Kind& other) const { return words == other.words; }
+  struct Hash {
+    size_t operator()(const Kind& kind) const {
+      uint64_t hash = kind.words.size();
+      for (const uint64_t word : kind.words) hash = (hash ^ word) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 32;
+      return hash;
     }
-    // another kernel, none known yet, a profiler, another device
-    if ((bits & 15) != 0 || found.is_none() || !usual(found.ptr(), module)) {
-      py::list given;
-      for (const at::Tensor& v : slots) given.append(v.defined() ? py::cast(v) : py::none());
-      whole(given, places);
-      return;
+  };
+
+ private:
+  enum Is : uint64_t { kTensor = 1, kNone, kNumber, kText };
+  template <class... More> void add_word(Is is, More... more) {
+    uint64_t word = is;
+    ((word = word << 8 | static_cast<uint64_t>(more)), ...);
+    words.push_back(word);
+  }
+  void add_text(const std::string& text) {
+    add_word(kText, text.size());
+    for (size_t i = 0; i < text.size(); i += sizeof(uint64_t)) {
+      uint64_t word = 0;
+      std::memcpy(&word, text.data() + i, std::min(sizeof word, text.size() - i));
+      words.push_back(word);
     }
-    const auto of_found = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(found.ptr(), i); };
-    const py::object stream = checked(PyObject_CallOneArg(of_found(4), of_found(5)));
-    static PyObject* const one = PyLong_FromLong(1);
-    c10::SmallVector<PyObject*, 64> given{programs.ptr(), one,     one,     stream.ptr(), of_found(1),
-                                          of_found(2),    Py_None, Py_None, Py_None};
-    const size_t first = given.size();
-    for (const py::object& value : values) given.push_back(value.ptr());
-    c10::SmallVector<py::object, 16> numbers;
-    for (size_t i = 0; i < where.size(); ++i) {
-      numbers.push_back(checked(PyLong_FromUnsignedLongLong(pointers[i])));
-      given[first + where[i].position] = numbers.back().ptr();
-    }
-    checked(PyObject_Vectorcall(of_found(0), given.data(), given.size(), nullptr));
+  }
+  c10::SmallVector<uint64_t, 128> words;
+};
+
+// A new tensor of a call, of which the call's kind fixes everything except the memory. One without elements needs none, so
+// that all calls share it.
+class Made {
+ public:
+  explicit Made(const at::Tensor& made)
+      : sizes(made.sizes().vec()),
+        strides(made.strides().vec()),
+        dtype(made.scalar_type()),
+        keys(c10::computeDispatchKey(dtype, made.layout(), made.device())),
+        allocator(made.storage().allocator()) {
+    if (made.numel() == 0) without_elements = made;
+  }
+  // By the device's allocator itself, since torch's operators for new tensors take longer than that.
+  at::Tensor operator()() const {
+    if (without_elements.defined()) return without_elements;
+    return at::detail::empty_strided_generic(sizes, strides, allocator, keys, dtype);
   }
 
  private:
-  struct Place {
-    size_t position, slot;
-    int64_t offset;
-  };
-  static py::object checked(PyObject* made) {
-    if (made == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(made);
-  }
-  static py::object got(PyObject* from, PyObject* name) { return checked(PyObject_GetAttr(from, name)); }
-  static bool listens(PyObject* settings, PyObject* name) {
-    static PyObject* const calls = PyUnicode_InternFromString("calls");
-    const py::object hook = got(settings, name);
-    if (!PyObject_HasAttr(hook.ptr(), calls)) return true;
-    return PyObject_IsTrue(got(hook.ptr(), calls).ptr()) != 0;
-  }
-  // Whether no profiler listens to launches, and the kernel's device is the current one.
-  static bool usual(PyObject* found, const py::object& module) {
-    static PyObject* const enter = PyUnicode_InternFromString("launch_enter_hook");
-    static PyObject* const leave = PyUnicode_InternFromString("launch_exit_hook");
-    static PyObject* const device = PyUnicode_InternFromString("_current_device");
-    PyObject* const settings = PyTuple_GET_ITEM(found, 3);
-    if (listens(settings, enter) || listens(settings, leave)) return false;
-    const py::object current = checked(PyObject_CallNoArgs(got(module.ptr(), device).ptr()));
-    return PyObject_RichCompareBool(current.ptr(), PyTuple_GET_ITEM(found, 5), Py_EQ) == 1;
-  }
-
-  py::object whole, places, programs;
-  std::vector<py::object> values;
-  std::vector<Place> where;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+  c10::DispatchKeySet keys;
+  c10::Allocator* allocator;
+  at::Tensor without_elements;
 };
 
 // The steps of a call; tensors are given by their numbers: of the arguments, then of new tensors.
 struct Tape {
-  struct Made {
-    size_t like;
-    at::Tensor pattern;  // in its place, without memory
-  };
+  c10::Device device = c10::kCPU;
   std::vector<Made> made;
   std::vector<Launch> launches;
   std::vector<int64_t> results;  // -1: None
@@ -138,53 +120,46 @@ struct Tape {
 class Tapes {
  public:
   // keep_tape(operator, arguments, made, launches, results), with Python's lock
-  void keep(const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches,
-            const py::list& results) {
+  void keep(const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches, const py::list& results) {
     auto* const tape = new Tape;
     const std::shared_ptr<const Tape> owned(tape, [](const Tape* t) {
       const py::gil_scoped_acquire gil;
       delete t;
     });
-    for (const py::handle like : made) {
-      if (PyLong_Check(like.ptr())) tape->made.push_back({like.cast<size_t>(), {}});
-      else tape->made.push_back({0, like.cast<at::Tensor>()});
+    for (const py::handle one : made) {
+      const auto tensor = one.cast<at::Tensor>();
+      tape->made.emplace_back(tensor), tape->device = tensor.device();
     }
     for (const py::handle launch : launches) {
       const auto both = launch.cast<py::tuple>();
       tape->launches.emplace_back(both[0], both[1]);
     }
     for (const py::handle result : results) tape->results.push_back(result.cast<int64_t>());
-    std::string kind = name;
-    for (const py::handle argument : arguments) add_kind(kind, value_of(argument));
+    Kind kind(name);
+    for (const py::handle argument : arguments) kind.add(value_of(argument));
     const std::lock_guard<std::mutex> lock(mutex);
     known[std::move(kind)] = owned;
   }
   void forget() {
-    std::unordered_map<std::string, std::shared_ptr<const Tape>> before;  // which is used after the lock is released
+    std::unordered_map<Kind, std::shared_ptr<const Tape>, Kind::Hash> before;  // which is used after the lock is released
     const std::lock_guard<std::mutex> lock(mutex);
     before.swap(known);
   }
   // Replaces an operator's arguments with its results; false if it has seen no call of this kind.
   bool repeat(const std::string& name, Stack& stack) {
     if (is_watched()) return false;
-    std::string kind = name;
-    kind.reserve(1024);
-    for (const c10::IValue& argument : stack) add_kind(kind, argument);
-    std::shared_ptr<const Tape> tape;
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      const auto found = known.find(kind);
-      if (found == known.end()) return false;
-      tape = found->second;
-    }
-    std::vector<at::Tensor> slots;
-    slots.reserve(stack.size() + tape->made.size());
-    for (const c10::IValue& argument : stack) slots.push_back(argument.isTensor() ? argument.toTensor() : at::Tensor());
-    for (const auto& [like, pattern] : tape->made) slots.push_back(at::empty_like(pattern.defined() ? pattern : slots[like]));
+    const std::shared_ptr<const Tape> tape = tape_of(name, stack);
+    if (!tape) return false;
+    c10::OptionalDeviceGuard guard;
+    if (!tape->device.is_cpu()) guard.reset_device(tape->device);
+    Slots slots;
+    for (c10::IValue& argument : stack) slots.push_back(argument.isTensor() ? std::move(argument).toTensor() : at::Tensor());
+    for (const Made& made : tape->made) slots.push_back(made());
     {
       const py::gil_scoped_acquire gil;
       try {
-        for (const Launch& launch : tape->launches) launch(slots, module);
+        Around around(module);
+        for (const Launch& launch : tape->launches) launch(slots, around);
       } catch (py::error_already_set& error) {
         throw_error(error);
       }
@@ -194,9 +169,19 @@ class Tapes {
     return true;
   }
 
-  py::object module;  // launch.py
+  bool knows(const std::string& name, const Stack& stack) { return tape_of(name, stack) != nullptr; }
+
+  py::object module;               // launch.py
+  bool serves_dispatcher = false;  // whether torch's dispatcher calls Triton's kernels for their tensors
 
  private:
+  std::shared_ptr<const Tape> tape_of(const std::string& name, const Stack& stack) {
+    Kind kind(name);
+    for (const c10::IValue& argument : stack) kind.add(argument);
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find(kind);
+    return found == known.end() ? nullptr : found->second;
+  }
   static c10::IValue value_of(py::handle argument) {
     PyObject* const given = argument.ptr();
     if (given == Py_None) return {};
@@ -208,7 +193,7 @@ class Tapes {
   }
 
   std::mutex mutex;
-  std::unordered_map<std::string, std::shared_ptr<const Tape>> known;
+  std::unordered_map<Kind, std::shared_ptr<const Tape>, Kind::Hash> known;
 };
 
 inline Tapes& tapes() {

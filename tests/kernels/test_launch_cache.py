@@ -29,6 +29,7 @@ SCENES = (
     "devices_and_streams",
     "hooks",
     "layers",
+    "passes",
     "another_triton",
 )
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import leannorm
 from leannorm import functional, nn
 from leannorm._types import KeptByChannelNorm
-from leannorm.autograd import fast
+from leannorm.autograd import channel, fast
 from leannorm.ops.backends import CPU
 
 pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_no
 def nodes_in(request, monkeypatch):
     """Both kinds of autograd nodes, where both are here."""
     if request.param == "Python":
-        monkeypatch.setattr(fast, "NODES", None)
+        for module in (fast, channel):
+            monkeypatch.setattr(module, "NODES", None)
 
 
 IMAGE = (6, 8, 5, 3)

@@ -18,11 +18,27 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import nn
-from leannorm.autograd import fast, nodes
+from leannorm.autograd import channel, fast, nodes
 from leannorm.report.info import installation
 
 SHAPE = (6, 4, 5, 3)
+
+
+class Summed(torch.nn.Module):
+    """A batch norm, plus a residual, through an activation."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.norm = nn.BatchNormAct2d(4, act=act)
+
+    def forward(self, x):
+        return self.norm(x, x.flip(0))
+
+
 LAYERS = {
+    "batch, residual": lambda: Summed("identity"),
+    "batch, residual, act by output": lambda: Summed("relu"),
+    "batch, residual, act": lambda: Summed("silu"),
     "batch": lambda: nn.BatchNorm2d(4),
     "batch, act": lambda: nn.BatchNormAct2d(4, act="silu"),
     "evaluation": lambda: nn.BatchNorm2d(4).eval(),
@@ -56,10 +72,15 @@ def in_python(node):
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def without_nodes(monkeypatch):
+    for module in (fast, channel):
+        monkeypatch.setattr(module, "NODES", None)
+
+
 def compare(told, monkeypatch):
     """What `told` gives with nodes in C++ and with those in Python."""
     ours = told()
-    monkeypatch.setattr(fast, "NODES", None)
+    without_nodes(monkeypatch)
     others = told()
     assert len(ours) == len(others)
     for a, b in zip(ours, others, strict=True):
@@ -75,7 +96,7 @@ def compare(told, monkeypatch):
 def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
     layer, x, _ = of(name)
     node = layer(x).grad_fn
-    monkeypatch.setattr(fast, "NODES", None)
+    without_nodes(monkeypatch)
     other = layer(x).grad_fn
     assert in_python(other) and not in_python(node)  # noqa: PT018
     assert node.name() == other.name() == type(node).__name__ == type(other).__name__

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Maybe, Moments, Running, Valid, kept_of
 from leannorm.autograd import by_torch
+from leannorm.autograd.nodes import NODES
 from leannorm.autograd.sync import Sharing, added_up, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import ATEN, REFERENCE, Backend
+from leannorm.ops.backends import ATEN, CPU, REFERENCE, TRITON, Backend
 from leannorm.ops.backends.compiled import like
 from leannorm.ops.backends.reference import over_channels
 from leannorm.ops.backends.shown import shown
@@ -311,6 +312,10 @@ def channel_norm(
                 return of_batch
         elif (y := by_torch.tracked_batch_norm(x, *epilogue, eps, running)) is not None:
             return y, None
+    if residual is not None and running is not None and valid is None and sharing is None:
+        y = _in_one_step(backend, x, epilogue, eps, running)
+        if y is not None:
+            return y, None
     size: Maybe
     if sharing is None and zero and (mask is None if in_transform else not recorded(*tensors)):
         y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
@@ -335,6 +340,15 @@ def channel_norm(
         return y, Moments(mean, m2, size)
     plan = channel_plan(x.shape, groups)
     return y, Moments(mean, m2, plan.outer * plan.inner)
+
+
+def _in_one_step(backend: Backend, x: Tensor, epilogue: Epilogue, eps: float, running: Running) -> Maybe:
+    """A call with a residual by its node in C++; None if the function in Python has to do it."""
+    if NODES is None or traced() or not (backend is CPU or backend is TRITON):
+        return None
+    weight, bias, residual, act = epilogue
+    y: Maybe = NODES.channel_norm(x, weight, bias, eps, act, 0, running, residual, backend is TRITON)
+    return y
 
 
 def group_norm_by_torch(x: Tensor, epilogue: Epilogue, eps: float, groups: int) -> Maybe:

@@ -31,6 +31,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.autograd.rows import RowCall, RowNorm, apply_row_norm
 from leannorm.autograd.sync import Sharing, may_be_repeated
 from leannorm.distributed.membership import sharing_group
+from leannorm.ops import select
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.as_given import (
     BACKWARD,
@@ -41,13 +42,14 @@ from leannorm.ops.as_given import (
     AsGiven,
     RefusedError,
 )
-from leannorm.ops.backends import ATEN
+from leannorm.ops.backends import ATEN, TRITON
 from leannorm.ops.backends.aten import Aten
 from leannorm.ops.backends.compiled import DTYPES, is_dense
+from leannorm.ops.backends.triton import INTERPRETED
 from leannorm.ops.backends.triton.tape import hand_over
 from leannorm.ops.modes import recording, traced
 from leannorm.ops.running import frozen
-from leannorm.ops.select import picks_aten, picks_cpu, picks_triton
+from leannorm.ops.select import AUTO, picks_aten, picks_cpu, picks_triton
 
 # the numbering that C++ uses
 _LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
@@ -68,6 +70,8 @@ def _serving(x: Tensor) -> AsGiven | Aten | None:
         return None
     if x.is_cpu and picks_cpu():
         return CPU_AS_GIVEN
+    if select._chosen == AUTO and select._PICKED.get((x.device, x.dtype, x.layout)) is TRITON:
+        return TRITON_AS_GIVEN  # as `picks_triton` said before, in a small part of its time
     if x.is_cpu and x.dtype in _DTYPES and picks_aten(x):
         return ATEN
     return TRITON_AS_GIVEN if picks_triton(x) else None
@@ -213,7 +217,7 @@ def _by_own(
         return None if made is None else made[0]
     if NODES is not None:
         by_triton = backend is TRITON_AS_GIVEN
-        y = NODES.channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
+        y = NODES.channel_norm(x, weight, bias, eps, act, groups, running, None, by_triton)
         if y is not None:
             return y
     if not usual_call(x, weight, bias, running, running is not None):
@@ -343,33 +347,36 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
     backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
     if name == "RowNormBackward":
         return RowCall(backend, Rows(*settings), has_bias=has_bias)
-    act, *rest = settings
-    eps, groups = (0.0, 0) if name == "ChannelAffineBackward" else rest
-    return ChannelCall(backend, act, eps, groups, has_bias=has_bias)
+    if name == "ChannelAffineBackward":
+        return ChannelCall(backend, settings[0], has_bias=has_bias)
+    *settings, has_residual = settings
+    if has_residual:  # the verbs of `AsGiven` take none
+        backend = backend.whole
+    return ChannelCall(backend, *settings, has_bias=has_bias, has_residual=has_residual)
 
 
 def _backward_of_node(
     name: str, saved: list[Maybe], needed: tuple[bool, ...], saved_call: tuple[Any, ...], dy: Tensor
 ) -> tuple[Maybe, ...]:
     """The backward pass of a node in C++, by the Python function that it replaces."""
-    x, mean, rstd, weight, bias, out = saved
-    need_x, need_weight, need_bias = needed
+    x, mean, rstd, weight, bias, residual, out = saved
+    need_x, need_weight, need_bias, need_residual = needed
     ctx = SimpleNamespace(call=_call(name, saved_call))
     if name == "RowNormBackward":
         ctx.saved_tensors = x, mean, rstd, weight, *(None,) * 5
         ctx.needs_input_grad = need_x, *(False,) * 4, need_weight, need_bias, False, False
         dx, *_, dweight, dbias, _, _ = RowNorm.backward(ctx, dy)
         return dx, dweight, dbias
-    ctx.saved_tensors = x, mean, rstd, weight, bias, None, out, None, None
-    ctx.needs_input_grad = need_x, need_weight, need_bias, False, False
+    ctx.saved_tensors = x, mean, rstd, weight, bias, residual, out, None, None
+    ctx.needs_input_grad = need_x, need_weight, need_bias, need_residual, False
     if name == "ChannelAffineBackward":
         ctx.layout = _LAYOUTS[saved_call[-1]]
         return ChannelAffine.backward(ctx, dy)[:3]
-    return ChannelNorm.backward(ctx, dy)[:3]
+    return ChannelNorm.backward(ctx, dy)[:4]
 
 
 if NODES is not None:
     NODES.set_backward(_backward_of_node)
-    hand_over(NODES, (*FORWARD, *BACKWARD, EVALUATE))
+    hand_over(NODES, (*FORWARD, *BACKWARD, EVALUATE), INTERPRETED)
     for _function in (ChannelNorm, ChannelAffine, RowNorm):
         torch.autograd.graph.Node.register(getattr(NODES, f"{_function.__name__}Backward"))

@@ -25,6 +25,7 @@ from leannorm._types import Epilogue, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.compiled import dense, flat
 from leannorm.ops.backends.compiled_gated import CompiledGated
+from leannorm.ops.backends.triton import tape
 from leannorm.ops.modes import traced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -104,7 +105,8 @@ def repeated(operator: str, arguments: tuple[Any, ...]) -> Any:
 
 def _listened_to() -> bool:
     """Whether something listens at torch's dispatcher and must see operators."""
-    return bool(traced() or torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled)
+    by_mode = torch._C._len_torch_dispatch_stack() or profiler._is_profiler_enabled
+    return bool(traced() or by_mode or tape.watched())
 
 
 def _calls(operator: str) -> Callable[..., Any]:

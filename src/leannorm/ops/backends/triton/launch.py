@@ -40,6 +40,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _release() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(n) for n in triton.__version__.split(".")[:2])
+
+
 @cache
 def cache_bytes(device: torch.device) -> int:
     """Half of the device's L2 cache; of an H100's for the interpreter."""
@@ -53,8 +59,7 @@ def _runtime() -> tuple[Any, Callable[[int], Any]] | None:
     """Triton's settings and its look-up of the current stream; None if its release is not known."""
     import triton
 
-    release = tuple(int(n) for n in triton.__version__.split(".")[:2])
-    if release not in KNOWN:
+    if _release() not in KNOWN:
         first, last = (".".join(map(str, r)) for r in (KNOWN[0], KNOWN[-1]))
         warnings.warn(
             f"each launch takes some 10 µs longer: leannorm knows how Triton {first} to {last} launch a "
@@ -65,8 +70,25 @@ def _runtime() -> tuple[Any, Callable[[int], Any]] | None:
     return triton.knobs.runtime, triton.runtime.driver.active.get_current_stream
 
 
+def _last_step(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments between the stream and the kernel's own.
+
+    Triton 3.6 puts a method in Python before its launcher in C, for scratch memory. No kernel here needs it.
+    """
+    run: Any = compiled.run
+    if _release() == (3, 6) and not (run.global_scratch_size or run.profile_scratch_size):
+        settings = run.launch_cooperative_grid, run.launch_pdl, None, None
+        return run.launch, (compiled.function, *settings, compiled.packed_metadata, None, None, None)
+    return run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+
 class Launch:
-    """A launch on one device, with all arguments but its tensors."""
+    """A launch on one device, with all arguments but its tensors.
+
+    `aligned` is the compiled kernel for pointers that are all multiples of 16, and `others` has those for
+    other pointers: what launches it, with which arguments (`_last_step`), and Triton's settings, its function
+    for the current stream and the device's index.
+    """
 
     __slots__ = ("aligned", "constants", "device", "kernel", "options", "others", "programs", "values")
 
@@ -104,15 +126,15 @@ class Launch:
         if call is None:
             self._first(slots, places, pattern)
             return
-        run, function, metadata, settings, stream_of, index = call
+        run, before, settings, stream_of, index = call
         enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
         if getattr(enter, "calls", True) or getattr(leave, "calls", True):  # a profiler listens
             self._public(slots, places)
         elif index == _current_device():
-            run(self.programs, 1, 1, stream_of(index), function, metadata, None, None, None, *values)
+            run(self.programs, 1, 1, stream_of(index), *before, *values)
         else:
             with torch.cuda.device(index):
-                run(self.programs, 1, 1, stream_of(index), function, metadata, None, None, None, *values)
+                run(self.programs, 1, 1, stream_of(index), *before, *values)
 
     def _public(self, slots: Sequence[Any], places: Places) -> Any:
         """Launch by Triton's public call; returns what that compiled."""
@@ -132,7 +154,7 @@ class Launch:
         if known is None:
             return
         index = 0 if self.device.index is None else self.device.index
-        call = (compiled.run, compiled.function, compiled.packed_metadata, *known, index)
+        call = (*_last_step(compiled), *known, index)
         if pattern is None:
             self.aligned = call
         else:

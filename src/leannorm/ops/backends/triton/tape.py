@@ -28,11 +28,19 @@ _nodes: Any = None  # the tables in C++, which repeats calls of these operators 
 _of_nodes: frozenset[str] = frozenset()
 
 
-def hand_over(nodes: Any, operators: Sequence[str]) -> None:
+def hand_over(nodes: Any, operators: Sequence[str], interpreted: bool) -> None:
     """From now on, also give the tapes of these operators to the autograd nodes in C++."""
     global _nodes, _of_nodes
-    nodes.set_launches(launch_module)
+    nodes.set_launches(launch_module, not interpreted)
     _nodes, _of_nodes = nodes, frozenset(operators)
+
+
+def watched() -> bool:
+    """Whether a pass under `lean()` or a profiler listens to operators in this thread.
+
+    Without the nodes in C++ a pass is a dispatch mode.
+    """
+    return _nodes is not None and bool(_nodes.is_watched())
 
 
 class _Recorder:
@@ -204,5 +212,6 @@ class taped:  # noqa: N801  (a decorator)
         tape = self.tapes[kind] = recorder.tape(result)
         name = self.operator.__name__
         if name in _of_nodes and tape is not None and all(type(a) in _PASSED for a in arguments):
-            _nodes.keep_tape(name, arguments, tape.made, tape.launches, tape.results)
+            made = recorder.slots[recorder.first_made :]
+            _nodes.keep_tape(name, arguments, made, tape.launches, tape.results)
         return result
