@@ -349,10 +349,9 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
         return RowCall(backend, Rows(*settings), has_bias=has_bias)
     if name == "ChannelAffineBackward":
         return ChannelCall(backend, settings[0], has_bias=has_bias)
-    *settings, has_residual = settings
-    if has_residual:  # the verbs of `AsGiven` take none
-        backend = backend.whole
-    return ChannelCall(backend, *settings, has_bias=has_bias, has_residual=has_residual)
+    act, eps, groups, has_residual = settings
+    of_all = backend.whole if has_residual else backend  # the verbs of `AsGiven` take none
+    return ChannelCall(of_all, act, eps, groups, has_bias=has_bias, has_residual=has_residual)
 
 
 def _backward_of_node(
