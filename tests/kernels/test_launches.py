@@ -1,14 +1,18 @@
-"""How many launches and copies a layer takes on a GPU, forward and backward, by the table in docs/gpu.md."""
+"""Launches and copies of a layer on a GPU, and of a pass under `lean()`, by the tables in docs/gpu.md."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
+import standin
 import torch
+from standin_cases import LAUNCHED
+from test_lean_device import needs_standin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import functional, nn, use_backend
@@ -177,7 +181,7 @@ def counted(monkeypatch):
 
 
 def table() -> dict[str, tuple[int, int]]:
-    rows = re.findall(r"^\| (.*?) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]*) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
     return {name: (int(forward), int(backward)) for name, forward, backward in rows}
 
 
@@ -201,6 +205,33 @@ def test_launches_are_those_of_the_table(counted, name):
     backward = counted.seen
     print(name, len(forward), len(backward), forward, backward)
     assert (len(forward), len(backward)) == table()[name], (forward, backward)
+
+
+def table_of_passes() -> dict[str, tuple[int, ...]]:
+    rows = re.findall(r"^\| ([^|]*) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+    return {name: tuple(map(int, counts)) for name, *counts in rows}
+
+
+@cache
+def added_by_passes() -> dict[str, list[dict[str, dict[str, int]]]]:
+    found: dict[str, list[dict[str, dict[str, int]]]] = standin.found_by("launched_on_standin.py")
+    return found
+
+
+def test_the_table_of_passes_has_every_case():
+    assert set(table_of_passes()) == {", ".join(case) for case in LAUNCHED}
+
+
+@needs_standin
+@pytest.mark.parametrize(("name", "which"), LAUNCHED)
+def test_what_a_pass_adds_is_that_of_the_table(name, which):
+    """Counted on the stand-in for a GPU; the host reads nothing back once all calls were tried."""
+    passes = added_by_passes()[f"{name}, {which}"]
+    tried, settled = (4, 7) if which == "budget" else (2, 2)
+    assert not any(one["waits"] for one in passes[tried:])
+    for one in passes[settled:]:
+        added = tuple(sum(one[part].values()) for part in ("forward", "again", "others"))
+        assert added == table_of_passes()[f"{name}, {which}"], one
 
 
 @pytest.fixture

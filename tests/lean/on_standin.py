@@ -132,13 +132,10 @@ def in_a_capture():
                     loss = model(x.to(DEVICE)).sum()
                 loss.backward()
         x = torch.randn(IMAGE).to(DEVICE)
-        LIBRARY.set_capturing(True)
-        try:
+        with standin.capture(LIBRARY, standin.Graph()):
             with opened("conv") as saved:
                 loss = model(x).sum()
             loss.backward()
-        finally:
-            LIBRARY.set_capturing(False)
         told.append([saved.rebuilt_bytes, saved.reasons])
     return told
 

@@ -1,5 +1,6 @@
 // A device for tests, on torch's key PrivateUse1. Its tensors' addresses cannot be read or written by the host: the same pages
-// lie at a second address, where operators run as on a CPU. It counts where the host waits for values, and what streams do.
+// lie at a second address, where operators run as on a CPU. It counts where the host waits for values, what is launched, and what
+// streams do. What it captures as a graph it makes again, in the same memory.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -11,6 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
@@ -25,10 +27,16 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 struct Memory {
   static constexpr size_t kSize = size_t{1} << 36;  // of addresses
+  struct Block {
+    int pool;  // whose memory no other pool takes; 0 outside of captures
+    size_t size;
+    auto operator<=>(const Block&) const = default;
+  };
   char *device = nullptr, *host = nullptr;
   size_t used = 4096;
-  std::unordered_map<size_t, std::vector<void*>> free;
-  std::unordered_map<void*, size_t> sizes;
+  int pool = 0;
+  std::map<Block, std::vector<void*>> free;
+  std::unordered_map<void*, Block> blocks;
   std::mutex mutex;
 
   Memory() {
@@ -40,21 +48,22 @@ struct Memory {
   }
   char* seen_by_host(const void* p) { return p == nullptr ? nullptr : host + (static_cast<const char*>(p) - device); }
   void* take(size_t n) {
-    const size_t size = (n + 63) / 64 * 64;
     const std::lock_guard lock(mutex);
-    if (auto& same = free[size]; !same.empty()) {
+    const Block block{pool, (n + 63) / 64 * 64};
+    if (auto& same = free[block]; !same.empty()) {
       void* const p = same.back();
       same.pop_back();
       return p;
     }
     void* const p = device + used;
-    used += size, sizes[p] = size;
+    used += block.size, blocks[p] = block;
     return p;
   }
   void give_back(void* p) {
     const std::lock_guard lock(mutex);
-    memset(seen_by_host(p), 0xAB, sizes[p]);
-    free[sizes[p]].push_back(p);
+    const Block block = blocks[p];
+    memset(seen_by_host(p), 0xAB, block.size);
+    free[block].push_back(p);
   }
 };
 Memory& memory() {
@@ -78,8 +87,21 @@ REGISTER_ALLOCATOR(kType, &allocator);
 
 std::map<std::string, int> waits, launches;
 std::vector<std::tuple<std::string, int64_t, int64_t>> streams;  // what: from (or an address), to
-bool capturing = false;
 thread_local int64_t stream_now = 0;
+
+// The calls of a capture.
+struct Graph {
+  std::vector<std::function<void()>> calls;
+  void replay() const {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    for (const auto& call : calls) call();
+  }
+};
+std::shared_ptr<Graph> captured;
+template <class Call> void run_and_capture(Call call) {
+  call();
+  if (captured) captured->calls.push_back(std::move(call));
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr c10::DeviceType static_type = kType;
@@ -144,6 +166,7 @@ class Seen {
     return made;
   }
   at::Tensor on_device(const at::Tensor& t) {
+    const size_t number = results_++;
     if (!t.defined() || t.device().type() != c10::kCPU) return t;
     for (const auto& [host, device] : tensors_)
       if (host.is_same(t)) return device;
@@ -151,8 +174,12 @@ class Seen {
     const size_t n = t.storage().nbytes();
     c10::Storage storage(c10::Storage::use_byte_size_t(), n, &allocator, /*resizable=*/true);
     if (n > 0) memcpy(memory().seen_by_host(storage.data()), t.storage().data(), n);
+    fresh_.emplace_back(number, memory().seen_by_host(storage.data()));
     return bare(std::move(storage), t, t.storage_offset());
   }
+  // Where the results that are new tensors lie, by their numbers among all results, and arguments that got more memory.
+  std::vector<std::pair<size_t, char*>> fresh() const { return fresh_; }
+  std::vector<std::pair<at::Tensor, char*>> resized() const { return resized_; }
   // What an operator has resized is so on the device.
   void resize() {
     for (const auto& [host, device] : tensors_) {
@@ -161,6 +188,7 @@ class Seen {
       if (n > device.storage().nbytes()) {
         auto data = allocator.allocate(n);
         memcpy(memory().seen_by_host(data.get()), host.storage().data(), n);
+        resized_.emplace_back(host, memory().seen_by_host(data.get()));
         device.storage().unsafeGetStorageImpl()->set_data_ptr(std::move(data)), device.storage().unsafeGetStorageImpl()->set_nbytes(n);
       }
       device.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides());
@@ -192,7 +220,31 @@ class Seen {
  private:
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_, owners_;
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
+  std::vector<std::pair<size_t, char*>> fresh_;
+  std::vector<std::pair<at::Tensor, char*>> resized_;
+  size_t results_ = 0;
 };
+
+// A call that is made again puts its new tensors where the captured one put them.
+void put(const std::vector<at::Tensor>& results, const std::vector<std::pair<size_t, char*>>& fresh) {
+  for (const auto& [number, to] : fresh) memcpy(to, results[number].storage().data(), results[number].storage().nbytes());
+}
+std::vector<at::Tensor> tensors_of(const torch::jit::Stack& results) {
+  std::vector<at::Tensor> tensors;
+  for (const c10::IValue& v : results) {
+    if (v.isTensor()) tensors.push_back(v.toTensor());
+    else if (v.isTensorList())
+      for (const at::Tensor& t : v.toTensorVector()) tensors.push_back(t);
+  }
+  return tensors;
+}
+
+// Does it launch nothing, as its results lie in an argument's memory?
+bool is_view(const c10::FunctionSchema& schema) {
+  const auto& results = schema.returns();
+  const auto is_alias = [](const c10::Argument& a) { return a.alias_info() != nullptr && !a.alias_info()->isWrite(); };
+  return !results.empty() && std::all_of(results.begin(), results.end(), is_alias);
+}
 
 bool is_wait(const std::string& name) {
   for (const char* one : {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::_unique2"})
@@ -204,29 +256,35 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const std::string name = op.operator_name().name;
   if (is_wait(name)) {
-    TORCH_CHECK(!capturing, name, " while a graph is captured");
+    TORCH_CHECK(!captured, name, " while a graph is captured");
     ++waits[name];
   }
-  ++launches[name];
+  if (!is_view(op.schema())) ++launches[name];
   Seen seen;
   const size_t n = op.schema().arguments().size();
   torch::jit::Stack arguments;
   for (const c10::IValue& v : torch::jit::last(stack, n)) arguments.push_back(seen.on_host(v));
   torch::jit::drop(stack, n);
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
+  torch::jit::Stack results = arguments;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
   seen.resize();
-  for (const c10::IValue& v : arguments) stack->push_back(seen.on_device(v));
+  for (const c10::IValue& v : results) stack->push_back(seen.on_device(v));
+  if (!captured) return;
+  captured->calls.push_back([op, arguments, fresh = seen.fresh(), resized = seen.resized()] {
+    torch::jit::Stack again = arguments;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &again);
+    put(tensors_of(again), fresh);
+    for (const auto& [host, to] : resized) memcpy(to, host.storage().data(), host.storage().nbytes());
+  });
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  if (to.device().type() != kType) {
-    TORCH_CHECK(!capturing, "a copy to the host while a graph is captured");
-    ++waits["copy to the host"];
-  }
+  TORCH_CHECK(!captured || from.device() == to.device(), "a copy between host and device while a graph is captured");
+  if (to.device().type() != kType) ++waits["copy to the host"];
   ++launches["copy"];
   Seen seen;
-  seen.on_host(to).copy_(seen.on_host(from));
+  run_and_capture([to = seen.on_host(to), from = seen.on_host(from)] { to.copy_(from); });
   return to;
 }
 void copy_all(at::TensorList to, at::TensorList from, bool) {
@@ -234,7 +292,7 @@ void copy_all(at::TensorList to, at::TensorList from, bool) {
   ++launches["copies at once"];
   for (size_t i = 0; i < to.size(); ++i) {
     Seen seen;
-    seen.on_host(to[i]).copy_(seen.on_host(from[i]));
+    run_and_capture([to = seen.on_host(to[i]), from = seen.on_host(from[i])] { to.copy_(from); });
   }
 }
 at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
@@ -258,8 +316,13 @@ at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std:
   const at::AutoDispatchBelowADInplaceOrView below;
   ++launches["aten::convolution"];
   Seen seen;
-  const auto on_host = bias ? std::optional(seen.on_host(*bias)) : std::nullopt;
-  return seen.on_device(at::convolution(seen.on_host(x), seen.on_host(weight), on_host, stride, padding, dilation, transposed, output_padding, groups));
+  const auto call = [=, x = seen.on_host(x), weight = seen.on_host(weight), bias = bias ? std::optional(seen.on_host(*bias)) : std::nullopt,
+                     stride = stride.vec(), padding = padding.vec(), dilation = dilation.vec(), more = output_padding.vec()] {
+    return at::convolution(x, weight, bias, stride, padding, dilation, transposed, more, groups);
+  };
+  const auto y = seen.on_device(call());
+  if (captured) captured->calls.push_back([call, fresh = seen.fresh()] { put({call()}, fresh); });
+  return y;
 }
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, at::IntArrayRef stride,
                                                                     at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
@@ -268,9 +331,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(const at::Te
   ++launches["aten::convolution_backward"];
   Seen seen;
   const std::vector<int64_t> bias{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
-  const auto [a, b, c] = at::convolution_backward(seen.on_host(dy), seen.on_host(x), seen.on_host(weight), at::OptionalIntArrayRef(bias), stride, padding,
-                                                  dilation, transposed, output_padding, groups, mask);
-  return {seen.on_device(a), seen.on_device(b), seen.on_device(c)};
+  const auto call = [=, dy = seen.on_host(dy), x = seen.on_host(x), weight = seen.on_host(weight), stride = stride.vec(), padding = padding.vec(),
+                     dilation = dilation.vec(), more = output_padding.vec()] {
+    const auto [a, b, c] = at::convolution_backward(dy, x, weight, at::OptionalIntArrayRef(bias), stride, padding, dilation, transposed, more, groups, mask);
+    return std::vector<at::Tensor>{a, b, c};
+  };
+  const auto found = call();
+  const std::tuple<at::Tensor, at::Tensor, at::Tensor> made{seen.on_device(found[0]), seen.on_device(found[1]), seen.on_device(found[2])};
+  if (captured) captured->calls.push_back([call, fresh = seen.fresh()] { put(call(), fresh); });
+  return made;
 }
 
 }  // namespace
@@ -298,6 +367,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("streams", [] { return streams; });
   m.def("forget", [] { waits.clear(), launches.clear(), streams.clear(); });
   m.def("set_stream", [](int64_t id) { stream_now = id; });
-  m.def("is_capturing", [] { return capturing; });
-  m.def("set_capturing", [](bool is) { capturing = is; });
+  py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph").def("replay", &Graph::replay);
+  m.def("is_capturing", [] { return captured != nullptr; });
+  m.def("begin_capture", [](int pool) { captured = std::make_shared<Graph>(), memory().pool = pool; });
+  m.def("end_capture", [] { return memory().pool = 0, std::exchange(captured, nullptr); });
 }

@@ -1,6 +1,7 @@
 """The stand-in for a GPU (standin.cpp): built once with the machine's compiler, registered as "standin"."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -61,3 +63,37 @@ def register():
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module("standin", module)
     return library
+
+
+class Graph:
+    """A captured graph, when its capture has ended."""
+
+    captured = None
+
+    def replay(self):
+        self.captured.replay()
+
+
+@contextmanager
+def capture(library, graph, pool=1):
+    """What is called within becomes the graph's calls; its memory is the pool's, as in `torch.cuda.graph`."""
+    library.begin_capture(pool)
+    try:
+        yield graph
+    finally:
+        graph.captured = library.end_capture()
+
+
+def found_by(script):
+    """What a script of this folder prints as JSON, in its own process: a device that is registered stays."""
+    path = os.pathsep.join([str(SOURCE.parent), *filter(None, sys.path)])
+    ran = subprocess.run(
+        [sys.executable, str(SOURCE.with_name(script))],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "LEANNORM_RATES": ""},
+        timeout=280,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout.strip().splitlines()[-1])

@@ -13,6 +13,15 @@ SETTINGS = {
     "budget": {"budget": 0.4},
     "limit": {"limit": "64GiB"},
 }
+REPLAYED, GRAPHED = ("plain", "norm", "conv", "budget"), ("norm", "conv")
+"""Of captured steps, and of `torch.cuda.make_graphed_callables`."""
+
+LAUNCHED = [
+    (name, which)
+    for name in ("cnn", "vit", "vit with dropout", "llama", "unet")
+    for which in ("norm", "conv", "budget")
+]
+"""Whose passes are counted."""
 
 
 class Rotary(nn.Module):

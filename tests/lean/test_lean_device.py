@@ -4,12 +4,7 @@ The stand-in (standin.cpp) is a device whose memory the host cannot read: what d
 counts where the host waits, what is launched, and what streams do; `on_standin.py` trains networks on it.
 """
 
-import json
-import os
-import subprocess
-import sys
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import standin
@@ -23,7 +18,6 @@ from leannorm.saving import lean
 from leannorm.saving.operators import VARYING
 
 aten = torch.ops.aten
-HERE = Path(__file__).parent
 
 needs_standin = pytest.mark.skipif(
     NODES is None or standin.why_not() is not None, reason=f"no stand-in for a GPU: {standin.why_not()}"
@@ -32,18 +26,8 @@ needs_standin = pytest.mark.skipif(
 
 @lru_cache
 def found(*options):
-    """All that on_standin.py finds, in a process of its own: a device that is registered stays."""
-    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "on_standin.py"), *options],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=280,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout.strip().splitlines()[-1])
+    """All that on_standin.py finds."""
+    return standin.found_by("on_standin.py", *options)
 
 
 CASES = [(name, setting, "") for name in MODELS for setting in SETTINGS]

@@ -48,7 +48,7 @@ COMPILED_WITHIN = (
 )
 NOTHING = (
     "lean() saw no tensor being saved: nothing needed a gradient, or all of the forward pass ran inside"
-    " compiled code or other saved-tensor hooks"
+    " compiled code, a replayed CUDA graph or other saved-tensor hooks"
 )
 FREED_WITHIN = (
     "most of what this pass saved was freed before lean() closed, since its result was dropped: bytes count"
