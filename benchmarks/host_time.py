@@ -1,18 +1,19 @@
-"""Host time of a layer's call by the Triton kernels, without a GPU: everything but Triton's C launcher.
+"""Host time of a layer's call by the Triton kernels, without a GPU: everything but the launch itself.
 
     python -m benchmarks.host_time [--only NAME] [--turns 30] [--json FILE]
 
-Kernels are compiled for compute capability 9.0 and looked up, prepared and launched as on a device, but the
-last step, Triton's launcher in C, does nothing. So results are not computed: the tensors lie on the CPU, and
-only time is measured. torch's operator on the same tiny CPU tensors stands beside it, its arithmetic
-included. Microseconds of process time for each call: forward with gradients, and forward and backward; low
-quantiles over turns, in which leannorm and torch alternate. The goals are torch's own time, and 6 µs for each
-launch more.
+Kernels are compiled for compute capability 9.0 and looked up, prepared and launched as on a device. The last
+step does nothing: CUDA's driver, or without the autograd nodes in C++ Triton's launcher in C. So results are
+not computed: the tensors lie on the CPU, and only time is measured. torch's operator on the same tiny CPU
+tensors is measured next to it, with its arithmetic. Microseconds of process time for each call: forward with
+gradients, and forward and backward; low quantiles over turns, in which leannorm and torch alternate. The
+goals are torch's own time, and 6 µs for each launch more.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
@@ -20,6 +21,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,6 +32,7 @@ import torch
 
 from leannorm import nn
 from leannorm.autograd import fast
+from leannorm.autograd.nodes import NODES
 from leannorm.ops import schema
 from leannorm.ops.backends import CPU, TRITON, triton
 from leannorm.ops.backends.triton import launch
@@ -115,6 +118,13 @@ def without_a_device(
     fast.picks_aten = lambda x: False
 
 
+def without_a_driver() -> None:
+    """The nodes in C++ launch by a function that does nothing and returns 0, as a launch that succeeds."""
+    if NODES is not None:
+        nothing = ctypes.CDLL(find_library("m")).fegetround
+        NODES.set_driver(ctypes.cast(nothing, ctypes.c_void_p).value)
+
+
 def kinds_of_call(call: Call, case: Case) -> dict[str, Callable[[], object]]:
     x, dy = torch.randn(case.shape), torch.randn(case.shape)
     leaf = x.clone().requires_grad_()
@@ -156,6 +166,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     without_a_device()
+    without_a_driver()
     from leannorm.ops.backends.triton import tiling
 
     one_launch = tiling.one_launch

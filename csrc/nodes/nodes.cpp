@@ -178,6 +178,7 @@ void add_settings(py::module_ module) {
   module.def("set_launches", [](py::object launch, bool serves_dispatcher) {
     tapes().module = launch, tapes().serves_dispatcher = serves_dispatcher;
   });
+  module.def("set_driver", [](uintptr_t launch) { drivers_launch() = reinterpret_cast<DriversLaunch>(launch); });  // of no device
   module.def("keep_tape", [](const std::string& name, const py::tuple& arguments, const py::list& made, const py::list& launches,
                              const py::list& results) { tapes().keep(name, arguments, made, launches, results); });
   module.def("forget_tapes", [] { tapes().forget(); });

@@ -1,6 +1,6 @@
 // What ops/backends/triton/tape.py recorded of Triton's operators, repeated in the same way: new tensors, launches.
 //
-// Triton launches by a Python function, so a launch needs the interpreter's lock; everything else does without it.
+// Python says on which stream, and launches what CUDA's driver cannot launch as it is; all else needs no interpreter's lock.
 #pragma once
 
 #include "launches.h"
@@ -155,15 +155,7 @@ class Tapes {
     Slots slots;
     for (c10::IValue& argument : stack) slots.push_back(argument.isTensor() ? std::move(argument).toTensor() : at::Tensor());
     for (const Made& made : tape->made) slots.push_back(made());
-    {
-      const py::gil_scoped_acquire gil;
-      try {
-        Around around(module);
-        for (const Launch& launch : tape->launches) launch(slots, around);
-      } catch (py::error_already_set& error) {
-        throw_error(error);
-      }
-    }
+    launch(*tape, slots);
     stack.clear();
     for (const int64_t result : tape->results) stack.emplace_back(result < 0 ? at::Tensor() : slots[result]);
     return true;
@@ -175,6 +167,34 @@ class Tapes {
   bool serves_dispatcher = false;  // whether torch's dispatcher calls Triton's kernels for their tensors
 
  private:
+  void launch(const Tape& tape, const Slots& slots) {
+    c10::SmallVector<Launch::Pointers, 4> pointers;
+    bool by_driver = drivers_launch() != nullptr;
+    for (const Launch& one : tape.launches) {
+      pointers.push_back(one.pointers_to(slots));
+      by_driver = by_driver && Launch::are_aligned(pointers.back());
+    }
+    void* stream = nullptr;
+    size_t done = 0;
+    const auto in_python = [&](const auto& run) {
+      const py::gil_scoped_acquire gil;
+      try {
+        Around around(module);
+        run(around);
+      } catch (py::error_already_set& error) {
+        throw_error(error);
+      }
+    };
+    const auto launch_the_rest = [&](Around& around) {
+      for (; done < pointers.size(); ++done) tape.launches[done].by_python(slots, pointers[done], around);
+    };
+    in_python([&](Around& around) {
+      for (const Launch& one : tape.launches) by_driver = by_driver && one.stream_of_driver(around) != nullptr;
+      by_driver ? void(stream = around.stream_of_device()) : launch_the_rest(around);
+    });
+    while (done < pointers.size() && tape.launches[done].by_driver(pointers[done], stream)) ++done;
+    if (done < pointers.size()) in_python(launch_the_rest);
+  }
   std::shared_ptr<const Tape> tape_of(const std::string& name, const Stack& stack) {
     Kind kind(name);
     for (const c10::IValue& argument : stack) kind.add(argument);

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from leannorm import functional, nn, use_backend
+from leannorm.autograd.nodes import NODES, WHY_NOT
 from leannorm.ops.backends import triton
 
 HERE = Path(__file__).parent
@@ -34,13 +35,23 @@ SCENES = (
 )
 
 
+def run_by_itself(script, *arguments):
+    command = [sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @needs_triton
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.sampled(of=3)
 def test_without_a_device(scene):
-    command = [sys.executable, str(HERE / "stand_in_driver.py"), scene]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_by_itself("stand_in_driver.py", scene)
+
+
+@needs_triton
+@pytest.mark.skipif(NODES is None, reason=str(WHY_NOT))
+def test_launches_by_the_driver():
+    run_by_itself("driver_launches.py")
 
 
 @interpreted

@@ -8,6 +8,7 @@ interpreter), it launches by Triton's public call.
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 KNOWN = ((3, 6), (3, 7), (3, 8), (3, 9))  # releases of Triton whose `JITFunction.run` ends in the same call
+_LETTERS = {"i32": "i", "i64": "l", "fp32": "f", "fp64": "d", "constexpr": "-"}
+_BITS = {"p": 64, "i": 32, "l": 64, "f": 32, "d": 64, "?": 0}
 # for tensors: an argument's position, a slot, and an offset in elements
 Places = Sequence[tuple[int, int, int]]
 
@@ -82,15 +85,48 @@ def _last_step(compiled: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return run, (compiled.function, compiled.packed_metadata, None, None, None)
 
 
+def _drivers_way(compiled: Any) -> tuple[int, int, int, str] | None:
+    """How CUDA's driver launches a compiled kernel: its handle, threads, bytes of shared memory, arguments.
+
+    Each argument is a letter: "p" a pointer, "i", "l", "f" and "d" numbers as in `struct`, "-" what is
+    compiled into the kernel, and "0" scratch memory that it does not use. None if the launch has properties
+    that only Triton sets, or if the compiled code in PTX takes other arguments.
+    """
+    of = compiled.metadata
+    scratch = of.global_scratch_size or of.profile_scratch_size
+    if _release() != (3, 6) or scratch or of.num_ctas != 1 or of.launch_cooperative_grid or of.launch_pdl:
+        return None
+    letters = [_letter(kind) for kind in compiled.src.signature.values()]
+    code = compiled.asm["ptx"]
+    head = code[code.index(".entry") : code.index("{", code.index(".entry"))]
+    taken = [int(bits) for bits in re.findall(r"\.param \.[a-z](\d+)", head)]
+    known = [_BITS[letter] for letter in letters if letter != "-"]
+    more = taken[len(known) :]
+    if "?" in letters or taken != known + [64] * len(more) or len(more) > 2:
+        return None
+    return compiled.function, 32 * of.num_warps, of.shared, "".join(letters) + "0" * len(more)
+
+
+def _letter(kind: Any) -> str:
+    """Of an argument's type in Triton's signature; a tuple is one of constants here."""
+    if isinstance(kind, tuple):
+        return "-" if all(_letter(k) == "-" for k in kind) else "?"
+    return "p" if kind.startswith("*") else _LETTERS.get(kind, "?")
+
+
 class Launch:
     """A launch on one device, with all arguments but its tensors.
 
     `aligned` is the compiled kernel for pointers that are all multiples of 16, and `others` has those for
     other pointers: what launches it, with which arguments (`_last_step`), and Triton's settings, its function
-    for the current stream and the device's index.
+    for the current stream and the device's index. `driver` is how CUDA's driver launches the first of these,
+    for the autograd nodes in C++.
     """
 
-    __slots__ = ("aligned", "constants", "device", "kernel", "options", "others", "programs", "values")
+    __slots__ = (
+        *("aligned", "constants", "device", "driver", "kernel"),
+        *("options", "others", "programs", "values"),
+    )
 
     def __init__(
         self,
@@ -107,6 +143,7 @@ class Launch:
         self.values = [None if isinstance(a, Tensor) else a for a in arguments]
         self.values += [constants[name] for name in names]
         self.aligned: tuple[Any, ...] | None = None
+        self.driver: tuple[int, int, int, str] | None = None
         self.others: dict[tuple[bool, ...], tuple[Any, ...]] = {}
 
     def __call__(self, slots: Sequence[Any], places: Places) -> None:
@@ -156,6 +193,7 @@ class Launch:
         index = 0 if self.device.index is None else self.device.index
         call = (*_last_step(compiled), *known, index)
         if pattern is None:
+            self.driver = _drivers_way(compiled)
             self.aligned = call
         else:
             self.others[pattern] = call
