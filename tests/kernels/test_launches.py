@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -229,9 +230,11 @@ def test_what_a_pass_adds_is_that_of_the_table(name, which):
     passes = added_by_passes()[f"{name}, {which}"]
     tried, settled = (4, 7) if which == "budget" else (2, 2)
     assert not any(one["waits"] for one in passes[tried:])
+    most = table_of_passes()[f"{name}, {which}"]
     for one in passes[settled:]:
         added = tuple(sum(one[part].values()) for part in ("forward", "again", "others"))
-        assert added == table_of_passes()[f"{name}, {which}"], one
+        assert all(map(operator.le, added, most)), one
+        assert added == most or which == "budget", one  # prices decide what a plan makes again
 
 
 @pytest.fixture
