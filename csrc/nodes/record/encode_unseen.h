@@ -4,7 +4,7 @@
 
 #include "encode.h"
 
-#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 
 namespace leannorm::recording {
 
@@ -51,8 +51,10 @@ inline Tensor bits_on_device(const Tensor& flags) {  // eight per byte, the firs
   const int64_t n = flags.numel();
   Tensor bytes = flags.view(at::kByte);
   if (n % 8 != 0) bytes = at::constant_pad_nd(bytes, {0, 8 - n % 8});
-  const Tensor places = at::arange(8, bytes.options());
-  return bytes.view({-1, 8}).bitwise_left_shift(places).sum(1, /*keepdim=*/false, at::kByte);
+  if (bytes.storage_offset() % 8 != 0) bytes = bytes.clone();
+  // Eight flags are one word. The product moves flag i from bit 8 i to bit 56 + i, so its last byte has all of them.
+  constexpr int64_t kGathers = 0x0102040810204080;
+  return (bytes.view(at::kLong) * kGathers).view(at::kByte).view({-1, 8}).select(1, 7).contiguous();
 }
 }  // namespace coding
 
