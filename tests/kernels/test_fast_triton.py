@@ -257,6 +257,18 @@ def test_who_listens_gets_no_fast_call():
     assert torch.equal(group.weight.grad, found)
 
 
+def test_a_repeated_call_makes_tensors_as_torch_does():
+    """The nodes in C++ take them from the device's allocator, in inference mode too."""
+    layer, x = nn.LayerNorm(3), torch.randn(SHAPE)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y, want = [layer(x) for _ in range(3)][2], torch.empty_like(x)
+        assert torch._C._dispatch_keys(y) == torch._C._dispatch_keys(want)
+        assert y.is_inference() == want.is_inference()
+        assert y.untyped_storage().resizable()
+        assert y.untyped_storage().nbytes() == want.untyped_storage().nbytes()
+
+
 def test_a_number_that_is_no_python_number():
     numpy = pytest.importorskip("numpy")
     x, weight = torch.randn(4, 6), torch.ones(6)
