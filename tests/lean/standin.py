@@ -84,11 +84,11 @@ def capture(library, graph, pool=1):
         graph.captured = library.end_capture()
 
 
-def found_by(script):
+def found_by(script, *options):
     """What a script of this folder prints as JSON, in its own process: a device that is registered stays."""
     path = os.pathsep.join([str(SOURCE.parent), *filter(None, sys.path)])
     ran = subprocess.run(
-        [sys.executable, str(SOURCE.with_name(script))],
+        [sys.executable, str(SOURCE.with_name(script)), *options],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path, "LEANNORM_RATES": ""},
