@@ -59,7 +59,9 @@ def flat(v: Tensor | None) -> Tensor | None:
 
 def apart(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
     """(rows, kept), each row contiguous; a copy only if the axes do not make it so."""
-    t = t.to(dtype).reshape(-1, prod(t.shape[start:]))
+    t = t if t.dtype is dtype else t.to(dtype)
+    if start != 1 or t.dim() != 2:
+        t = t.reshape(-1, prod(t.shape[start:]))
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
