@@ -368,7 +368,7 @@ def instance_channels(input: Tensor, dim: int, num_features: int, affine: bool) 
     warnings.warn(
         f"input's size at dim={dim} does not match num_features. You can silence this warning by not "
         "passing in num_features, which is not used because affine=False",
-        stacklevel=4,
+        stacklevel=7,
     )
 
 
