@@ -37,27 +37,33 @@ def dtype_of_cast(call: Arguments) -> torch.dtype:
 def normalized_rows(call: Arguments) -> Any:
     """y, and of a function that takes a residual also x + gate * residual."""
     get, x, weight, bias, eps = call.get, call["input"], call["weight"], call.get("bias"), call["eps"]
-    added, offset, cast, act = "branch" if "branch" in call else "residual", 0.0, "after", get("act")
+    added, act, first = "branch" if "branch" in call else "residual", get("act"), True
     tensors = RowTensors(x, get(added), get("gate"), get("scale"), get("shift"), weight, bias)
-    if "cast" in call:
-        offset, cast = get("weight_offset", 0.0), call["cast"]
-        _checks.weight_offset(offset)
-        _checks.cast(cast)
+    offset, before = 0.0, False
     if act is not None:
         _checks.activation(act)
-    if tensors.scale is not None:  # it is a weight, or a factor of the weight
-        offset = weight is None and bias is None
+        first = bool(call["norm_before_gate"])
+    if "cast" in call:
+        _checks.weight_offset(get("weight_offset", 0.0))
+        _checks.cast(call["cast"])
+        offset, before = float(get("weight_offset", 0.0)), call["cast"] == "before"
+    if tensors.scale is not None and weight is None and bias is None:  # then the scale is the weight
+        offset = 1.0
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
-    of_gate = act, bool(get("norm_before_gate", True))
-    form = eps, "bias" not in call, float(offset), cast == "before", *of_gate
-    shape, dim = tuple(call["normalized_shape"]), get("dim")
-    masking = masking_of(call) if "mask" in call else UNMASKED
-    if exporting():  # no size may be read
+    shape, dim, exported = tuple(call["normalized_shape"]), get("dim"), exporting()
+    if exported:  # no size may be read
         start = x.dim() - len(shape) if dim is None else dim % x.dim()
-        made = stock.row_norm(tensors, shape, Rows(start, start + len(shape), *form), masking)
+        stop = start + len(shape)
     else:
-        rows = _checked(tensors, shape, dim, form, added)
+        _checks.floating("input", x)
+        start, stop = _checks.normalized_axes(x, shape, dim)
+    rows = Rows(start, stop, eps, "bias" not in call, offset, before, act, first)
+    masking = masking_of(call) if "mask" in call else UNMASKED
+    if exported:
+        made = stock.row_norm(tensors, shape, rows, masking)
+    else:
+        _check(tensors, shape, rows, added)
         if sharded(*tensors):
             made = _of_shards(tensors, rows, masking)
         else:
@@ -65,28 +71,21 @@ def normalized_rows(call: Arguments) -> Any:
     return made if added in call else made[0]
 
 
-def _checked(
-    tensors: RowTensors, shape: Sequence[int], dim: int | None, form: tuple[Any, ...], added: str
-) -> Rows:
-    """The norm over the axes that have this shape."""
+def _check(tensors: RowTensors, shape: Sequence[int], rows: Rows, added: str) -> None:
     x, residual, gate, scale, shift, weight, bias = tensors
-    _checks.floating("input", x)
-    start, stop = _checks.normalized_axes(x, shape, dim)
-    rows = Rows(start, stop, *form)
     _checks.row_parameters(x, shape, weight=weight, bias=bias)
     if scale is not None:
-        _checks.modulations(x, start, scale=scale, shift=shift, gate=gate)
+        _checks.modulations(x, rows.start, scale=scale, shift=shift, gate=gate)
         _checks.same_modulation(scale, shift)
     elif rows.act is not None:
         _checks.like_input("gate", gate, x)
     _checks.like_input(added, residual, x)
     _checks.non_negative_eps(rows.eps)
-    return rows
 
 
 def _valid_rows(x: Tensor, rows: Rows, masking: Masking) -> Maybe:
     """Which rows are data, in the statistics' shape; None if all are."""
-    if masking is UNMASKED:
+    if masking[0] is None and masking[1] is None:
         return None
     if masking[1] is not None:
         _checks.lengths_of_rows(x, rows.start, rows.stop)
