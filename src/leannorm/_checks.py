@@ -17,6 +17,13 @@ from leannorm.ops.plan import values_per_channel
 _STRIDED = torch.strided
 
 
+def _fits(tensor: Tensor, input: Tensor, shape: Sequence[int]) -> bool:
+    """Whether it is floating and strided, on the input's device, and has this shape, as is most often so."""
+    if tensor.layout is not _STRIDED or not tensor.is_floating_point() or tensor.shape != shape:
+        return False
+    return (tensor.is_cpu and input.is_cpu) or tensor.device == input.device  # which takes longer
+
+
 def module(model: object, function: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"{function} is for a torch.nn.Module, got {type(model).__name__}; pass the model")
@@ -191,7 +198,7 @@ def activation(act: str) -> None:
 
 def like_input(name: str, tensor: Tensor | None, input: Tensor) -> None:
     """Floating point, on the input's device, of its shape."""
-    if tensor is None:
+    if tensor is None or _fits(tensor, input, input.shape):
         return
     floating(name, tensor)
     same_device(name, tensor, input)
@@ -285,10 +292,8 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
     """Each tensor given is floating point, on the input's device, of the normalized shape."""
     wanted = tuple(normalized_shape)
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        floating(name, tensor)
-        if not (tensor.device == input.device and tensor.shape == wanted):
+        if tensor is not None and not _fits(tensor, input, wanted):
+            floating(name, tensor)
             same_device(name, tensor, input)
             raise InputError(
                 f"{name} must have the shape normalized_shape = {wanted}, "
@@ -363,7 +368,7 @@ def instance_channels(input: Tensor, dim: int, num_features: int, affine: bool) 
     warnings.warn(
         f"input's size at dim={dim} does not match num_features. You can silence this warning by not "
         "passing in num_features, which is not used because affine=False",
-        stacklevel=4,
+        stacklevel=7,
     )
 
 

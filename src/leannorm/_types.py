@@ -94,10 +94,11 @@ class Valid(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which axes a row norm normalizes, start..stop-1, and how.
+    """A row norm: which axes it normalizes, start..stop-1, and how.
 
     `weight_offset` is added to the weight. `cast_before`: whether the normalized value is rounded to the
-    input's dtype before it is multiplied by the weight.
+    input's dtype before it is multiplied by the weight. `act` is the activation of a gate that the input or
+    the normalized value is multiplied by; None if there is no such gate.
     """
 
     start: int
@@ -106,13 +107,15 @@ class Rows(NamedTuple):
     rms: bool
     weight_offset: float = 0.0
     cast_before: bool = False
+    act: str | None = None
+    norm_before_gate: bool = True
 
 
 class RowTensors(NamedTuple):
     """What a row norm takes: norm(x + gate * residual) * weight + bias, then times 1 + scale, plus shift.
 
     Gate, scale and shift have some of the input's leading axes, each of its size or 1, then the normalized
-    shape; over the other axes they are broadcast.
+    shape; over the other axes they are broadcast. The gate of `Rows.act` has the input's shape.
     """
 
     x: Tensor
@@ -140,16 +143,6 @@ class KeptByRowNorm(NamedTuple):
     residual: Tensor | None = None
     scale: Tensor | None = None
     bias: Tensor | None = None
-
-
-class Gating(NamedTuple):
-    """How a gated RMS norm applies its gate; the axes from `start` on are normalized."""
-
-    start: int
-    eps: float
-    act: str
-    norm_before_gate: bool
-    cast_before: bool = False
 
 
 class KeptByGatedNorm(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import needs_kernels
 from torch.overrides import TorchFunctionMode
 
-from leannorm._types import Epilogue, Gating, KeptByChannelNorm, Rows
+from leannorm._types import Epilogue, KeptByChannelNorm, Rows
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.shown import SHOWN
 
@@ -32,6 +32,7 @@ MEAN, RSTD = torch.randn(6).double(), torch.rand(6).double() + 0.5
 MASK = torch.rand(4, 15) > 0.3
 ROWS = Rows(3, 4, 1e-5, False)
 LINES = Rows(3, 4, 1e-5, False, 1.0)
+GATED = Rows(3, 4, 1e-5, True, act="silu")
 CALLS = {
     "channel_forward": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5)[:1],
     "channel_forward, residual": lambda b: b.channel_forward(X, Epilogue(V, V, R, "silu"), 1e-5)[:1],
@@ -44,8 +45,8 @@ CALLS = {
     "row_forward, rms": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 1.0))[:2],
     "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 0.0, True))[:2],
     "row_forward, lines": lambda b: b.row_forward(X, R, S, S, LINES, None, S)[:2],
-    "gated_forward": lambda b: b.row_gated_forward(X, R, W, Gating(3, 1e-5, "silu", False))[:1],
-    "gated_forward, before": lambda b: b.row_gated_forward(X, R, W, Gating(3, 1e-5, "silu", True, True))[:1],
+    "gated_forward": lambda b: b.row_gated_forward(X, R, W, GATED._replace(norm_before_gate=False))[:1],
+    "gated_forward, before": lambda b: b.row_gated_forward(X, R, W, GATED._replace(cast_before=True))[:1],
 }
 OF_REFERENCE = [pytest.param(REFERENCE, call, id=f"reference: {name}") for name, call in CALLS.items()]
 OF_SHOWN = [

@@ -6,7 +6,7 @@ from cases import DTYPES
 from kernel_cases import needs_kernels
 
 from leannorm import functional
-from leannorm._types import Gating, KeptByGatedNorm, KeptByRowNorm, Rows
+from leannorm._types import KeptByGatedNorm, KeptByRowNorm, Rows
 from leannorm.autograd.rows import with_scale
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
@@ -71,7 +71,7 @@ def gated(backend, shape, dtype, act, before, cast):
     torch.manual_seed(0)
     x, gate, dy = (torch.randn(shape).to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1]).to(dtype)
-    gating = Gating(2, 1e-5, act, before, cast)
+    gating = Rows(2, 3, 1e-5, True, 0.0, cast, act, before)
     y, rstd = backend.row_gated_forward(x, gate, weight, gating)
     return y, rstd, *backend.row_gated_backward(dy, KeptByGatedNorm(x, gate, rstd, weight), gating)
 
@@ -142,7 +142,7 @@ def test_activations_at_the_edges(act):
     """At zeros, infinities, NaN, and where e^x leaves float32, as the formula in float64."""
     gate = torch.tensor([[*EDGES, *(-e for e in EDGES), float("nan"), float("nan"), 1.0, -1.0]])
     ones = torch.ones_like(gate)
-    gating = Gating(1, 0.0, act, True)
+    gating = Rows(1, 2, 0.0, True, act=act)
     got, _ = CPU.row_gated_forward(ones, gate, None, gating)
     want = ACTIVATIONS[act].forward(gate.double())
     torch.testing.assert_close(got.double(), want, rtol=4e-7, atol=1e-6, equal_nan=True)
@@ -164,7 +164,7 @@ def test_values_whose_squares_are_no_float32(size, rms):
         torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
     gate = torch.ones(4, 100)
     for before in (True, False):
-        gating = Gating(1, 0.0, "identity", before)
+        gating = Rows(1, 2, 0.0, True, act="identity", norm_before_gate=before)
         y, _ = CPU.row_gated_forward(x, gate, None, gating)
         want, _ = REFERENCE.row_gated_forward(x.double(), gate.double(), None, gating)
         torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
@@ -174,7 +174,7 @@ def test_large_tensors_are_written_past_the_caches(monkeypatch):
     """To the same bits as a part of them, which is not."""
     x, dy, gate = (torch.randn(60000, 64) for _ in range(3))
     scale = torch.randn(60000, 64)
-    rows, gating = Rows(1, 2, 1e-5, False, 1.0), Gating(1, 1e-5, "silu", True)
+    rows, gating = Rows(1, 2, 1e-5, False, 1.0), Rows(1, 2, 1e-5, True, act="silu")
     whole = CPU.row_forward(x, None, scale, scale, rows)
     part = CPU.row_forward(x[:99], None, scale[:99], scale[:99], rows)
     for a, b in zip(whole, part, strict=True):
@@ -193,7 +193,7 @@ def test_large_tensors_are_written_past_the_caches(monkeypatch):
 
 def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(2, 30, 100)[..., :64], torch.randn(2, 30, 200)[..., 64:128]
-    gating = Gating(2, 1e-5, "silu", True)
+    gating = Rows(2, 3, 1e-5, True, act="silu")
     with torch.profiler.profile() as profile:
         y, rstd = CPU.row_gated_forward(x, gate, None, gating)
         found = CPU.row_gated_backward(x, KeptByGatedNorm(x, gate, rstd), gating)

@@ -8,7 +8,7 @@ from test_modulated_kernels import ada, close, gated
 from test_strided_rows import VIEWS, D, both_ways, made
 
 from leannorm import functional, use_backend
-from leannorm._types import Gating, KeptByGatedNorm, KeptByRowNorm, Rows
+from leannorm._types import KeptByGatedNorm, KeptByRowNorm, Rows
 from leannorm.ops.backends import REFERENCE, TRITON, triton
 from leannorm.ops.schema import OPERATORS
 
@@ -137,7 +137,7 @@ def test_many_rows_pass_through_few_programs():
 
 def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(30, 96)[:, :64], torch.randn(30, 208)[:, 64:128]
-    gating = Gating(1, 1e-5, "silu", True)
+    gating = Rows(1, 2, 1e-5, True, act="silu")
     with torch.profiler.profile() as profile:
         y, rstd = TRITON.row_gated_forward(x, gate, torch.ones(64), gating)
         found = TRITON.row_gated_backward(x, KeptByGatedNorm(x, gate, rstd, torch.ones(64)), gating)
@@ -164,7 +164,7 @@ def test_values_whose_squares_are_no_float32(size, rms):
             torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
         gate = torch.ones(2, n)
         for before in (True, False):
-            gating = Gating(1, 0.0, "identity", before)
+            gating = Rows(1, 2, 0.0, True, act="identity", norm_before_gate=before)
             y, _ = TRITON.row_gated_forward(x, gate, None, gating)
             want, _ = REFERENCE.row_gated_forward(x.double(), gate.double(), None, gating)
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)

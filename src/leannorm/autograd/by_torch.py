@@ -186,7 +186,7 @@ def row_norm(
 
     None for an RMS norm: torch's is off by several roundings, and keeps several tensors of the input's size.
     """
-    start, stop, eps, rms, offset, cast_before = rows
+    start, stop, eps, rms, offset, cast_before, *_ = rows
     if rms or offset or cast_before or stop != x.dim():
         return None
     vectors = _in_one(x, weight, bias)

@@ -50,7 +50,6 @@ class ChannelCall(NamedTuple):
     statistics: bool = False
     wide: torch.dtype | None = None
     has_bias: bool = False
-    has_residual: bool = False
 
 
 def twice_differentiable() -> bool:
@@ -320,10 +319,8 @@ def channel_norm(
     if sharing is None and zero and (mask is None if in_transform else not recorded(*tensors)):
         y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
     else:
-        call = ChannelCall(
-            *(backend, act, eps, groups, sharing, zero, running is None, wide_for(weight, bias)),
-            *(bias is not None, residual is not None),
-        )
+        wide, has_bias = wide_for(weight, bias), bias is not None
+        call = ChannelCall(backend, act, eps, groups, sharing, zero, running is None, wide, has_bias)
         if in_transform or (sharing is None and not recorded(*tensors)):
             again = "training forward" if in_transform else ""
             y, mean, m2, _, size = _forward(x, epilogue, mask, running, call, again)
@@ -377,8 +374,8 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, ma
     backend = REFERENCE if in_transform else shown(pick(*tensors), 0, mask)
     if in_transform or not recorded(*tensors):
         return backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask))
-    has = bias is not None, residual is not None
-    call = ChannelCall(backend, act, 0.0, 0, None, True, False, wide_for(weight, bias), *has)
+    wide, has_bias = wide_for(weight, bias), bias is not None
+    call = ChannelCall(backend, act, wide=wide, has_bias=has_bias)
     apply = ChannelAffine.apply if traced() else apply_affine
     y: Tensor = apply(x, weight, bias, residual, mask, mean, rstd, call)
     return y

@@ -327,8 +327,7 @@ def row_norm(
     rows = Rows(start, stop, eps, rms)
     try:
         if _recorded(x, weight, bias):
-            call = RowCall(backend, rows, None, bias is not None)
-            y = apply_row_norm(x, None, None, None, None, weight, bias, None, call)
+            y = apply_row_norm(x, None, None, None, None, weight, bias, None, RowCall(backend, rows))
             return y
         return backend.row_forward(x, None, weight, bias, rows)[0]
     except RefusedError:
@@ -346,7 +345,7 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
     by_triton, has_bias, *settings = saved_call
     backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
     if name == "RowNormBackward":
-        return RowCall(backend, Rows(*settings), has_bias=has_bias)
+        return RowCall(backend, Rows(*settings))
     if name == "ChannelAffineBackward":
         return ChannelCall(backend, settings[0], has_bias=has_bias)
     act, eps, groups, has_residual = settings

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import Gating, KeptByGatedNorm
+from leannorm._types import KeptByGatedNorm, Rows
 from leannorm.autograd.channel import applied_directly, twice_differentiable
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import recorded, traced
@@ -20,33 +20,33 @@ class GatedNorm(torch.autograd.Function):
     Kept = KeptByGatedNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
         ctx.backend = pick(x, gate, weight)
-        y, rstd = ctx.backend.row_gated_forward(x, gate, weight, gating)
+        y, rstd = ctx.backend.row_gated_forward(x, gate, weight, rows)
         ctx.save_for_backward(*KeptByGatedNorm(x, gate, rstd, weight))
-        ctx.gating = gating
+        ctx.rows = rows
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept, gating, backend = KeptByGatedNorm(*ctx.saved_tensors), ctx.gating, ctx.backend
+        kept, rows, backend = KeptByGatedNorm(*ctx.saved_tensors), ctx.rows, ctx.backend
         if twice_differentiable():
             backend = REFERENCE
-            _, rstd = REFERENCE.row_gated_forward(kept.x, kept.gate, None, gating._replace(cast_before=False))
+            _, rstd = REFERENCE.row_gated_forward(kept.x, kept.gate, None, rows._replace(cast_before=False))
             kept = kept._replace(rstd=rstd)
         needed = ctx.needs_input_grad
-        found = backend.row_gated_backward(dy, kept, gating, needed[2])
+        found = backend.row_gated_backward(dy, kept, rows, needed[2])
         return *(v if need else None for v, need in zip(found, needed, strict=False)), None
 
 
 _apply = applied_directly(GatedNorm)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
     """`GatedNorm`, or under a functorch transform its formula in plain torch."""
     in_transform = transformed(x, gate, weight)
     if in_transform or not recorded(x, gate, weight):
         backend = REFERENCE if in_transform else pick(x, gate, weight)
-        return backend.row_gated_forward(x, gate, weight, gating)[0]
+        return backend.row_gated_forward(x, gate, weight, rows)[0]
     apply = GatedNorm.apply if traced() else _apply
-    return apply(x, gate, weight, gating)  # type: ignore[no-any-return]
+    return apply(x, gate, weight, rows)  # type: ignore[no-any-return]

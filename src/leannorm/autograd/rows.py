@@ -10,6 +10,7 @@ from torch import Tensor
 from leannorm._types import KeptByRowNorm, Maybe, Rows, RowTensors
 from leannorm.autograd import by_torch
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
+from leannorm.autograd.gated import gated_norm
 from leannorm.ops.backends import ATEN, REFERENCE, Backend
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded, traced
@@ -18,18 +19,11 @@ from leannorm.ops.select import pick, transformed
 
 
 class RowCall(NamedTuple):
-    """The arguments of a row norm that are not tensors; `wide` as in `ChannelCall`.
-
-    `adds_alike`: whether the residual has no gate and the dtype of x.
-    """
+    """The arguments of a row norm that are not tensors; `wide` as in `ChannelCall`."""
 
     backend: Backend
     rows: Rows
     wide: torch.dtype | None = None
-    has_bias: bool = False
-    has_residual: bool = False
-    adds_alike: bool = False
-    has_shift: bool = False
 
 
 def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:
@@ -103,7 +97,7 @@ class RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, valid, gate, residual, scale, bias = ctx.saved_tensors
-        backend, rows, wide, *_ = ctx.call
+        backend, rows, wide = ctx.call
         needed = ctx.needs_input_grad
         dweight = dbias = dscale = dshift = dgate = None
         if dy is None:  # only the sum was used
@@ -149,6 +143,9 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
     """y and x + gate * residual (else x): `RowNorm`, or under a functorch transform its formula in plain
     torch."""
     x, residual, gate, scale, shift, weight, bias = tensors
+    if rows.act is not None:
+        assert gate is not None
+        return gated_norm(x, gate, weight, rows), x
     given = tensors if scale is not None else (x, residual, weight, bias)
     in_transform = transformed(*given)
     backend = REFERENCE if in_transform else pick(*given)
@@ -162,9 +159,6 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
         y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid, gate)
         return y, total
     apply = RowNorm.apply if traced() else apply_row_norm
-    alike = residual is not None and gate is None and residual.dtype is x.dtype
     wide = None if scale is not None else wide_for(weight, bias)
-    has_bias, has_residual, has_shift = bias is not None, residual is not None, shift is not None
-    call = RowCall(backend, rows, wide, has_bias, has_residual, alike, has_shift)
-    out = apply(*tensors, valid, call)
+    out = apply(*tensors, valid, RowCall(backend, rows, wide))
     return (out, x) if residual is None else out

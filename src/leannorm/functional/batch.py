@@ -11,18 +11,19 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Moments, Pool, Running, Valid
+from leannorm._types import Epilogue, Maybe, Moments, Pool, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import group_in_words, sharing_group
 from leannorm.functional import stock
 from leannorm.functional.declare import AffineNames, Arguments, in_training
-from leannorm.functional.door import call_operator, declares, elsewhere, hand_over, public
+from leannorm.functional.door import call_operator, declares, hand_over, public, run
 from leannorm.functional.ghost import ghost_norm, of_all_ranks
 from leannorm.functional.jagged import channels
 from leannorm.functional.running import (
     fused_update,
+    of_channels,
     running_mean_and_rstd,
     update_running_statistics,
 )
@@ -45,7 +46,19 @@ def _as_batch_norm_act(arguments: Arguments) -> Any:
     return call_operator("batch_norm_act", arguments, act="identity", residual=None)
 
 
-@public(F.batch_norm, channels, in_training, _as_batch_norm_act)
+def _by_number(call: Arguments) -> Tensor:
+    """For functions that do not count batches, so that `momentum` must be a number."""
+    input, training, eps = call["input"], call["training"], call["eps"]
+    running, epilogue, masking = of_channels(call)
+    _checks.momentum_is_a_number(running.momentum)
+    if exporting():
+        _checks.running_statistics(*running[:2], training)
+        _checks.activation(epilogue.act)
+        return exported_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
+    return _checked(input, running, epilogue, _Call(training, eps, masking))
+
+
+@public(_by_number, F.batch_norm, channels, in_training, _as_batch_norm_act)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -87,18 +100,15 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input):
-        values = (
-            *(input, running_mean, running_var, weight, bias, training),
-            *(momentum, eps, mask, lengths, fill),
-        )
-        if (y := hand_over(batch_norm, values)) is not None:
+    tensors = (input, running_mean, running_var, weight, bias)
+    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(*tensors):
+        y = _fast(input, (running_mean, running_var, None, momentum), weight, bias, eps, "identity", training)
+        if y is not None:
             return y
-    running = Running(running_mean, running_var, None, momentum)
-    return _by_number(input, running, Epilogue(weight, bias), training, eps, (mask, lengths, fill))
+    return run(batch_norm, (*tensors, training, momentum, eps, mask, lengths, fill))
 
 
-@public(packed=channels, by_batch=in_training, folds=AffineNames())
+@public(_by_number, packed=channels, by_batch=in_training, folds=AffineNames())
 @lists_activations
 def batch_norm_act(
     input: Tensor,
@@ -138,17 +148,20 @@ def batch_norm_act(
     >>> bool((y >= 0).all())
     True
     """
-    tensors = (input, running_mean, running_var, weight, bias, residual)
-    if has_torch_function_variadic(*tensors) or elsewhere(input):
-        values = (
-            *(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual),
-            *(mask, lengths, fill),
-        )
-        if (y := hand_over(batch_norm_act, values)) is not None:
+    tensors = (input, running_mean, running_var, weight, bias)
+    plain = residual is None and unmasked(mask, lengths, fill)
+    if plain and not has_torch_function_variadic(*tensors):
+        y = _fast(input, (running_mean, running_var, None, momentum), weight, bias, eps, act, training)
+        if y is not None:
             return y
-    running = Running(running_mean, running_var, None, momentum)
-    epilogue = Epilogue(weight, bias, residual, act)
-    return _by_number(input, running, epilogue, training, eps, (mask, lengths, fill))
+    return run(batch_norm_act, (*tensors, training, momentum, eps, act, residual, mask, lengths, fill))
+
+
+def _fast(
+    input: Tensor, running: Any, weight: Maybe, bias: Maybe, eps: float, act: str, training: bool
+) -> Maybe:
+    _checks.momentum_is_a_number(running[3])
+    return fast.batch_norm(input, weight, bias, eps, act, running, training) if input.dim() > 1 else None
 
 
 class _Call(NamedTuple):
@@ -161,22 +174,6 @@ class _Call(NamedTuple):
     sharing: Sharing | None = None
     pool: Pool | None = None
     group_size: int | None = None
-
-
-def _by_number(
-    input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float, masking: Masking
-) -> Tensor:
-    """For functions that do not count batches, so that `momentum` must be a number."""
-    _checks.momentum_is_a_number(running.momentum)
-    if epilogue.residual is None and input.dim() > 1 and unmasked(*masking):
-        y = fast.batch_norm(input, *epilogue[:2], eps, epilogue.act, running, training)
-        if y is not None:
-            return y
-    if exporting():
-        _checks.running_statistics(*running[:2], training)
-        _checks.activation(epilogue.act)
-        return exported_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
-    return _checked(input, running, epilogue, _Call(training, eps, masking))
 
 
 def _as_tracked_or_synchronized(arguments: Arguments) -> Any:
@@ -194,7 +191,7 @@ def _as_tracked_or_synchronized(arguments: Arguments) -> Any:
 
 
 @declares(in_training, folds=AffineNames())
-@public(None, channels, in_training, _as_tracked_or_synchronized)
+@public(None, None, channels, in_training, _as_tracked_or_synchronized)
 def tracked_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -226,14 +223,14 @@ def tracked_batch_norm(
     of the running ones. With `group_size` that many samples are normalized together; the running statistics
     are those of all.
     """
-    tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
-    if has_torch_function_variadic(*tensors) or elsewhere(input):
-        values = (
-            *(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum),
-            *(eps, dims, act, residual, sharing, pool, group_size, mask, lengths, fill),
-        )
-        if (y := hand_over(tracked_batch_norm, values)) is not None:
-            return y
+    values = (
+        *(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum),
+        *(eps, dims, act, residual, sharing, pool, group_size, mask, lengths, fill),
+    )
+    if (y := hand_over(tracked_batch_norm, values)) is not None:
+        return y
+    running = Running(running_mean, running_var, num_batches_tracked, momentum)
+    epilogue, masking = Epilogue(weight, bias, residual, act), (mask, lengths, fill)
     if exporting():
         _checks.dim(input, dims)
         if running_mean is None:
@@ -243,9 +240,7 @@ def tracked_batch_norm(
                 "statistics of several ranks cannot be exported to ONNX, got a synchronized batch norm in "
                 "training mode; call model.eval() first"
             )
-        running = Running(running_mean, running_var, None, momentum)
-        y = stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
-        return exported_at_data(y, mask, lengths, fill)
+        return exported_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
     if sharing is not None:
         group = sharing_group(sharing.asked)
         if group is None:
@@ -254,10 +249,8 @@ def tracked_batch_norm(
             tracks = running_mean is not None
             sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
     _checks.dim(input, dims)
-    running = Running(running_mean, running_var, num_batches_tracked, momentum)
-    by_batch, masking = training or running_mean is None, (mask, lengths, fill)
-    call = _Call(by_batch, eps, masking, sharing, pool, group_size)
-    return _checked(input, running, Epilogue(weight, bias, residual, act), call)
+    call = _Call(training or running_mean is None, eps, masking, sharing, pool, group_size)
+    return _checked(input, running, epilogue, call)
 
 
 def _checked(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:

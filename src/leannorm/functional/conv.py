@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
@@ -18,7 +17,7 @@ from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_o
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments, declare, in_training
-from leannorm.functional.door import call_operator, elsewhere, hand_over, public
+from leannorm.functional.door import call_operator, hand_over, public
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
 from leannorm.ops.modes import autocasts, exporting, sharded
@@ -95,14 +94,10 @@ def conv_batch_norm(
     torch.Size([2, 5, 8, 8])
     """
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
-    if has_torch_function_variadic(*tensors) or elsewhere(input):
-        values = (
-            *(input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias),
-            *(stride, padding, dilation, groups, padding_mode),
-            *(training, momentum, eps, eps_mode, num_batches_tracked, pool),
-        )
-        if (y := hand_over(conv_batch_norm, values)) is not None:
-            return y
+    of_conv = stride, padding, dilation, groups, padding_mode
+    values = *tensors, *of_conv, training, momentum, eps, eps_mode, num_batches_tracked, pool
+    if (y := hand_over(conv_batch_norm, values)) is not None:
+        return y
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
     if exporting():

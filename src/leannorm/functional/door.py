@@ -2,7 +2,8 @@
 
 A call may belong to a mode, a tensor subclass or a `torch.fx` proxy (`__torch_function__`), to the packed
 values of a jagged tensor, or to an exported graph, in which it is one operator. `public` states once per
-function what each of these gets, and declares the operator from the function's signature.
+function what each of these gets and what all other calls compute, and declares the operator from the
+function's signature. A function's body is its fast path, if it has one, and then one call of `run`.
 
 Tensor subclasses (ExpandedWeight of per-sample gradients, MaskedTensor) know torch's functions and not ours:
 if ours replaces one of torch's, the subclass gets torch's.
@@ -11,7 +12,7 @@ if ours replaces one of torch's, the subclass gets torch's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,20 +41,27 @@ _OURS_ALONE = ("pool", "group_size", "sharing", "fill")
 
 
 class Door(NamedTuple):
-    """A function's arguments by position and by name, with defaults, and the rest of `public`."""
+    """A function, its arguments, those by position, those by name with defaults, and the rest of `public`.
 
+    `by_name(*values)` are all of its arguments by name.
+    """
+
+    function: Callable[..., Any]
+    by_name: Callable[..., dict[str, Any]]
     positional: tuple[str, ...]
     named: dict[str, Any]
+    computes: Callable[[Arguments], Any] | None
     stands_in_for: Callable[..., Any] | None
     packed: Packed | None
     by_batch: Callable[[Arguments], Any] | None
     operator: Callable[[Arguments], Any]
 
 
-_DOORS: dict[Callable[..., Any], Door] = {}
+_DOORS: dict[str, Door] = {}  # by name: of a dict by functions torch's compiler would guard every key
 
 
 def public(
+    computes: Callable[[Arguments], Any] | None = None,
     stands_in_for: Callable[..., Any] | None = None,
     packed: Packed | None = None,
     by_batch: Callable[[Arguments], Any] | None = None,
@@ -63,24 +71,38 @@ def public(
 ) -> Callable[[Function], Function]:
     """Register one of our functions, which is returned unchanged.
 
-    `stands_in_for` is what tensor subclasses get; it takes all arguments but the keyword-only ones. For a
-    jagged tensor the result is `packed(function, arguments)`. `by_batch` says whether a call uses a batch's
-    own statistics and moves the running ones; `folds` is that of `declare`. In an exported graph a call is
-    `operator(arguments)`, or one operator of the function's name: it takes the function's arguments in their
-    order, and returns tensors like the input, the first one of the `dtype`.
+    `computes(arguments)` is the result of a call that nobody else answers. `stands_in_for` is what tensor
+    subclasses get; it takes all arguments but the keyword-only ones. For a jagged tensor the result is
+    `packed(function, arguments)`. `by_batch` says whether a call uses a batch's own statistics and moves the
+    running ones; `folds` is that of `declare`. In an exported graph a call is `operator(arguments)`, or one
+    operator of the function's name: it takes the function's arguments in their order, and returns tensors
+    like the input, the first one of the `dtype`.
     """
 
     def register(function: Function) -> Function:
         if operator is None:
             declares(by_batch, dtype, folds)(function)
-        of = inspect.signature(function).parameters.values()
-        named = {p.name: p.default for p in of if p.kind is p.KEYWORD_ONLY}
-        positional = tuple(p.name for p in of if p.name not in named)
+        parameters = inspect.signature(function).parameters.values()
+        named = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        positional = tuple(p.name for p in parameters if p.name not in named)
         call = operator or (lambda arguments: call_operator(function.__name__, arguments))
-        _DOORS[function] = Door(positional, named, stands_in_for, packed, by_batch, call)
+        of = function, _by_name((*positional, *named)), positional, named
+        _DOORS[function.__name__] = Door(*of, computes, stands_in_for, packed, by_batch, call)
         return function
 
     return register
+
+
+def _by_name(names: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """A function of these arguments that gives a dict of them.
+
+    It is compiled as a display with constant keys: `dict(zip(...))` takes longer, and torch's compiler would
+    guard every name at every call.
+    """
+    made: Callable[..., dict[str, Any]] = eval(
+        f"lambda {', '.join(names)}: {{{', '.join(f'{name!r}: {name}' for name in names)}}}"
+    )
+    return made
 
 
 def declares(
@@ -131,11 +153,6 @@ def call_operator(name: str, arguments: Arguments, **more: Any) -> Any:
     return operator(*(values[name] for name in names))
 
 
-def elsewhere(input: Tensor) -> bool:
-    """Whether a training call on this tensor goes to `hand_over`, whatever its other arguments are."""
-    return type(input) is NestedTensor or frozen() or exporting()
-
-
 def has_subclass(*values: object) -> bool:
     """Whether one is a tensor whose class has a `__torch_function__` of its own."""
     return any(
@@ -146,16 +163,28 @@ def has_subclass(*values: object) -> bool:
     )
 
 
-def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Result:
-    """The result of a call that is not for our kernels, or None if it is. `values` are all of its arguments,
-    in the order of its signature (`locals()` would be shorter, but older compilers of torch do not support
-    it).
+def run(function: Callable[..., Result], values: tuple[Any, ...]) -> Result:
+    """The result of a call. `values` are all of its arguments, in the order of its signature (`locals()`
+    would be shorter, but older compilers of torch do not support it)."""
+    made = hand_over(function, values)
+    if made is None:
+        door = _DOORS[function.__name__]
+        assert door.computes is not None
+        made = door.computes(door.by_name(*values))
+    return made
+
+
+def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Result | None:
+    """The result of a call that is not for our kernels, or None if it is.
 
     `__torch_function__` of a tensor subclass gets torch's function, unless a keyword-only argument, which
     torch's lacks, is set. All others get `function`, with its arguments in the order of its signature.
     """
-    door, result = _DOORS[function], None
-    by_name: dict[str, Any] = dict(zip((*door.positional, *door.named), values, strict=True))
+    door = _DOORS[function.__name__]
+    asked, jagged = has_torch_function_variadic(*values), type(values[0]) is NestedTensor
+    if not (asked or jagged or (door.by_batch is not None and (frozen() or exporting()))):
+        return None
+    result, by_name = None, door.by_name(*values)
     args, kwargs = values[: len(door.positional)], {name: by_name[name] for name in door.named}
     by_batch = door.by_batch is not None and door.by_batch(by_name)
     to_onnx = by_batch and exporting() and torch.onnx.is_in_onnx_export()
@@ -163,14 +192,14 @@ def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Resul
         refuse_to_export(by_name)
     if by_batch and (frozen() or to_onnx) and any(by_name.get(name) is not None for name in _WRITTEN):
         return function(**by_name | {name: None for name in _WRITTEN if name in by_name})
-    if type(by_name.get("input")) is NestedTensor:
+    if jagged and "input" in by_name:
         if door.packed is None:
             raise InputError(
                 f"{function.__name__} takes no jagged tensor, got {by_name['input'].dim()} axes; batch, "
                 "layer and RMS norm do, for the others pass each sample by itself"
             )
         result = door.packed(function, by_name)
-    elif has_torch_function_variadic(*args, *kwargs.values()):
+    elif asked:
         torchs = door.stands_in_for
         plain = all(map(_same, kwargs.values(), door.named.values()))
         if torchs is not None and plain and has_subclass(*args):
@@ -179,7 +208,7 @@ def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Resul
             result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
     elif by_batch and exporting() and not to_onnx:
         result = door.operator(by_name)
-    return result  # type: ignore[return-value]
+    return result
 
 
 def _same(value: object, default: object) -> bool:
@@ -193,7 +222,7 @@ class AsOperators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        door, kwargs = _DOORS.get(func), kwargs or {}
-        if door is None:
+        door, kwargs = _DOORS.get(getattr(func, "__name__", "")), kwargs or {}
+        if door is None or door.function is not func:
             return func(*args, **kwargs)
         return door.operator(dict(zip(door.positional, args, strict=False)) | kwargs)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
-from leannorm import _checks
-from leannorm._types import Gating
-from leannorm.autograd.gated import gated_norm
-from leannorm.functional import stock
-from leannorm.functional.door import hand_over, public
-from leannorm.functional.layer import dtype_of_cast
-from leannorm.functional.shards import by_row
+from leannorm.functional.door import public, run
+from leannorm.functional.rows import dtype_of_cast, normalized_rows
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import exporting, sharded
-from leannorm.ops.precision import compute_dtype
 
 
-@public(dtype=dtype_of_cast)
+@public(normalized_rows, dtype=dtype_of_cast)
 @lists_activations
 def gated_rms_norm(
     input: Tensor,
@@ -55,29 +46,5 @@ def gated_rms_norm(
     >>> F.gated_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0, 2.0]]), (2,), act="relu", eps=0.0)
     tensor([[0.0000, 2.2627]])
     """
-    if has_torch_function_variadic(input, gate, weight):
-        values = input, gate, normalized_shape, weight, eps, act, norm_before_gate, cast
-        return hand_over(gated_rms_norm, values)
-    if eps is None:
-        eps = torch.finfo(compute_dtype(input)).eps
-    _checks.activation(act)
-    _checks.cast(cast)
-    if exporting():
-        settings = eps, act, norm_before_gate, cast == "before"
-        return stock.gated_rms_norm(input, gate, normalized_shape, weight, *settings)
-    _checks.floating("input", input)
-    start, _ = _checks.normalized_axes(input, normalized_shape, None)
-    _checks.row_parameters(input, normalized_shape, weight=weight)
-    _checks.like_input("gate", gate, input)
-    _checks.non_negative_eps(eps)
-    gating = Gating(start, eps, act, bool(norm_before_gate), cast == "before")
-    if not sharded(input, gate, weight):
-        return gated_norm(input, gate, weight, gating)
-    elements = range(input.dim())
-    axes = elements, elements, elements[start:]
-
-    def run(x: Tensor, gate: Tensor, weight: Tensor | None, mask: None) -> Tensor:
-        return gated_norm(x, gate, weight, gating)
-
-    y: Tensor = by_row(run, (input, gate, weight), axes, (start, input.dim()))
-    return y
+    values = input, gate, normalized_shape, weight, eps, act, norm_before_gate, cast
+    return run(gated_rms_norm, values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments
-from leannorm.functional.door import call_operator, elsewhere, hand_over, has_subclass, public
-from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.door import call_operator, public, run
+from leannorm.functional.running import of_channels, running_mean_and_rstd, update_running_statistics
 from leannorm.functional.shards import Cut, by_channel, without_channels
 from leannorm.functional.valid import (
     Lengths,
@@ -34,7 +35,30 @@ from leannorm.ops.modes import exporting, rebuilding, sharded
 from leannorm.ops.select import pick
 
 
-@public(F.group_norm)
+def _group_norm(call: Arguments) -> Tensor:
+    input, num_groups, eps = call["input"], call["num_groups"], call["eps"]
+    _, epilogue, masking = of_channels(call)
+    _checks.activation(epilogue.act)
+    if exporting():
+        if masking[0] is not None or masking[1] is not None:
+            return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
+        return stock.group_norm(input, num_groups, epilogue, eps)
+    _checks.floating("input", input)
+    _checks.at_least_2d(input)
+    _checks.divisible_groups(input, num_groups)
+    _checks.parameters(input, weight=epilogue.weight, bias=epilogue.bias)
+    _checks.non_negative_eps(eps)
+    # torch's rule: groups of one value are rejected only in a batch of one sample
+    _checks.more_than_one_value(input, input.numel() // num_groups)
+    if sharded(input, epilogue.weight, epilogue.bias):
+        return _groups_of_shards(input, num_groups, epilogue, eps, masking)
+    valid = valid_positions(input, *masking)
+    if valid is None and (y := group_norm_by_torch(input, epilogue, eps, num_groups)) is not None:
+        return y
+    return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
+
+
+@public(_group_norm, F.group_norm)
 def group_norm(
     input: Tensor,
     num_groups: int,
@@ -68,17 +92,14 @@ def group_norm(
     >>> y.unflatten(1, (3, 2)).mean((2, 3, 4)).abs().max().item() < 1e-6
     True
     """
-    if has_torch_function_variadic(input, weight, bias):
-        values = input, num_groups, weight, bias, eps, mask, lengths, fill
-        return hand_over(group_norm, values)
-    if unmasked(mask, lengths, fill):
+    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(input, weight, bias):
         y = fast.group_norm(input, weight, bias, eps, "identity", num_groups)
         if y is not None:
             return y
-    return _group_norm(input, num_groups, Epilogue(weight, bias), eps, (mask, lengths, fill))
+    return run(group_norm, (input, num_groups, weight, bias, eps, mask, lengths, fill))
 
 
-@public()
+@public(_group_norm)
 @lists_activations
 def group_norm_act(
     input: Tensor,
@@ -111,35 +132,11 @@ def group_norm_act(
     >>> torch.equal(F.group_norm_act(x, 3, act="relu"), F.group_norm(x, 3).relu())
     True
     """
-    if has_torch_function_variadic(input, weight, bias):
-        values = input, num_groups, weight, bias, eps, act, mask, lengths, fill
-        return hand_over(group_norm_act, values)
-    _checks.activation(act)
-    if unmasked(mask, lengths, fill):
+    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(input, weight, bias):
         y = fast.group_norm(input, weight, bias, eps, act, num_groups)
         if y is not None:
             return y
-    return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps, (mask, lengths, fill))
-
-
-def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
-    if exporting():
-        if masking[0] is not None or masking[1] is not None:
-            return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
-        return stock.group_norm(input, num_groups, epilogue, eps)
-    _checks.floating("input", input)
-    _checks.at_least_2d(input)
-    _checks.divisible_groups(input, num_groups)
-    _checks.parameters(input, weight=epilogue.weight, bias=epilogue.bias)
-    _checks.non_negative_eps(eps)
-    # torch's rule: groups of one value are rejected only in a batch of one sample
-    _checks.more_than_one_value(input, input.numel() // num_groups)
-    if sharded(input, epilogue.weight, epilogue.bias):
-        return _groups_of_shards(input, num_groups, epilogue, eps, masking)
-    valid = valid_positions(input, *masking)
-    if valid is None and (y := group_norm_by_torch(input, epilogue, eps, num_groups)) is not None:
-        return y
-    return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
+    return run(group_norm_act, (input, num_groups, weight, bias, eps, act, mask, lengths, fill))
 
 
 def _groups_of_shards(
@@ -173,7 +170,39 @@ def _as_layer_instance_norm(arguments: Arguments) -> Any:
     return call_operator("layer_instance_norm", arguments, rank=x.dim(), num_features=x.shape[1])
 
 
-@public(F.instance_norm, None, moves_its_statistics, _as_layer_instance_norm)
+def _instance_norm(call: Arguments) -> Tensor:
+    input, use_input_stats, eps = call["input"], call["use_input_stats"], call["eps"]
+    running, epilogue, masking = of_channels(call)
+    (mean, var, *_), (weight, bias, *_) = running, epilogue
+    if exporting():
+        _checks.running_statistics(mean, var, use_input_stats)
+        if use_input_stats:
+            refuse_to_export(call)
+        y = stock.instance_norm(input, running, epilogue, use_input_stats, eps)
+        return exported_at_data(y, *masking)
+    _checks.floating("input", input)
+    _checks.at_least_2d(input)
+    _checks.parameters(input, running_mean=mean, running_var=var, weight=weight, bias=bias)
+    _checks.running_statistics(mean, var, use_input_stats)
+    _checks.non_negative_eps(eps)
+    _checks.momentum(running.momentum)
+    if use_input_stats:
+        _checks.more_than_one_spatial_element(input)
+
+    def of_rank(cut: Cut | None, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        valid = valid_positions(x, *masking)
+        if not use_input_stats:
+            mask = None if valid is None or not valid.zero else valid.mask
+            return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
+        masked = valid is not None or masking[0] is not None  # even if this rank has no padding
+        return _instances(cut, x, running, epilogue, eps, valid, masked)
+
+    if sharded(input, mean, var, weight, bias):
+        return by_channel(of_rank, input, running, epilogue, masking, use_input_stats)
+    return of_rank(None, input, running, epilogue, masking)
+
+
+@public(_instance_norm, F.instance_norm, None, moves_its_statistics, _as_layer_instance_norm)
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -212,49 +241,15 @@ def instance_norm(
     >>> F.instance_norm(torch.randn(2, 3, 8, 8)).mean((2, 3)).abs().max().item() < 1e-6
     True
     """
-    others = has_torch_function_variadic(input, running_mean, running_var, weight, bias)
-    alone = use_input_stats and running_mean is None and running_var is None and not others
-    if alone and unmasked(mask, lengths, fill):
+    tensors = (input, running_mean, running_var, weight, bias)
+    alone = use_input_stats and running_mean is None and running_var is None
+    if alone and unmasked(mask, lengths, fill) and not has_torch_function_variadic(*tensors):
         _checks.momentum(momentum)
         quick = fast.instance_norm(input, weight, bias, eps)
         if quick is not None:
             return quick
-    if others or elsewhere(input):
-        values = (
-            *(input, running_mean, running_var, weight, bias, use_input_stats),
-            *(momentum, eps, mask, lengths, fill),
-        )
-        if (y := hand_over(instance_norm, values)) is not None:
-            return y
-    if exporting():
-        _checks.running_statistics(running_mean, running_var, use_input_stats)
-        if use_input_stats:
-            refuse_to_export({"mask": mask, "lengths": lengths})
-        running = Running(running_mean, running_var, None, momentum)
-        y = stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
-        return exported_at_data(y, mask, lengths, fill)
-    _checks.floating("input", input)
-    _checks.at_least_2d(input)
-    _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
-    _checks.running_statistics(running_mean, running_var, use_input_stats)
-    _checks.non_negative_eps(eps)
-    _checks.momentum(momentum)
-    running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(weight, bias)
-    masking: Masking = (mask, lengths, fill)
-    if use_input_stats:
-        _checks.more_than_one_spatial_element(input)
-
-    def run(cut: Cut | None, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
-        valid = valid_positions(x, *masking)
-        if not use_input_stats:
-            mask = None if valid is None or not valid.zero else valid.mask
-            return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
-        masked = valid is not None or masking[0] is not None  # even if this rank has no padding
-        return _instances(cut, x, running, epilogue, eps, valid, masked)
-
-    if sharded(input, running_mean, running_var, weight, bias):
-        return by_channel(run, input, running, epilogue, masking, use_input_stats)
-    return run(None, input, running, epilogue, masking)
+    settings = use_input_stats, momentum, eps, mask, lengths, fill
+    return run(instance_norm, (*tensors, *settings))
 
 
 def _instances(
@@ -322,7 +317,37 @@ def _average(
     return Moments(mean, m2, count * (samples > 0).to(m2.dtype) if masked else count)
 
 
-@public(by_batch=moves_its_statistics)
+def _of_layer(call: Arguments) -> Tensor:
+    return _of_batch(call, _instance_norm)
+
+
+def _torchs_of_layer(**call: Any) -> Tensor:
+    """A tensor subclass gets torch's function from `instance_norm`."""
+    return _of_batch(call, _by_function)
+
+
+def _by_function(call: Arguments) -> Tensor:
+    return instance_norm(**{name: v for name, v in call.items() if name not in ("rank", "num_features")})
+
+
+def _of_batch(call: Arguments, norm: Callable[[Arguments], Tensor]) -> Tensor:
+    """A layer's call by the `norm` of a batch."""
+    input, rank, affine = call["input"], call["rank"], call["weight"] is not None
+    _checks.dim(input, (rank - 1, rank))
+    if not exporting():
+        _checks.instance_channels(input, input.dim() - rank + 1, call["num_features"], affine)
+    if call["momentum"] is None:
+        call = {**call, "momentum": 0.0}
+    if input.dim() == rank:
+        return norm(call)
+    _checks.floating("input", input)
+    mask, lengths = call.get("mask"), call.get("lengths")
+    mask = None if mask is None else mask.unsqueeze(0)
+    lengths = None if lengths is None else of_one_sample(lengths)
+    return _by_function({**call, "input": input.unsqueeze(0), "mask": mask, "lengths": lengths}).squeeze(0)
+
+
+@public(_of_layer, _torchs_of_layer, by_batch=moves_its_statistics)
 def layer_instance_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -345,37 +370,10 @@ def layer_instance_norm(
     length have one axis fewer, too.
     """
     tensors = (input, running_mean, running_var, weight, bias)
-    # a tensor subclass gets torch's function from `instance_norm`, below
-    others = has_torch_function_variadic(*tensors)
-    if use_input_stats and running_mean is None and not others and unmasked(mask, lengths, fill):
+    alone = use_input_stats and running_mean is None and unmasked(mask, lengths, fill)
+    if alone and not has_torch_function_variadic(*tensors):
         quick = fast.instance_norm(input, weight, bias, eps, rank, num_features)
         if quick is not None:
             return quick
-    others = (others or elsewhere(input)) and not has_subclass(*tensors)
-    if others:
-        values = (
-            *(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, rank),
-            *(num_features, mask, lengths, fill),
-        )
-        if (y := hand_over(layer_instance_norm, values)) is not None:
-            return y
-    _checks.dim(input, (rank - 1, rank))
-    one_sample = input.dim() < rank
-    if one_sample:
-        _checks.floating("input", input)
-    if not exporting():
-        _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
-    y = instance_norm(
-        input.unsqueeze(0) if one_sample else input,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        use_input_stats,
-        0.0 if momentum is None else momentum,
-        eps,
-        mask=mask.unsqueeze(0) if one_sample and mask is not None else mask,
-        lengths=of_one_sample(lengths) if one_sample and lengths is not None else lengths,
-        fill=fill,
-    )
-    return y.squeeze(0) if one_sample else y
+    settings = use_input_stats, momentum, eps, rank, num_features, mask, lengths, fill
+    return run(layer_instance_norm, (*tensors, *settings))

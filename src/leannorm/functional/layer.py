@@ -3,92 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from leannorm import _checks
-from leannorm._types import Maybe, Rows, RowTensors
 from leannorm.autograd import fast
-from leannorm.autograd.rows import row_norm
-from leannorm.functional import jagged, stock
-from leannorm.functional.declare import Arguments
-from leannorm.functional.door import hand_over, public
-from leannorm.functional.jagged import NestedTensor
-from leannorm.functional.shards import by_row, modulation
-from leannorm.functional.valid import Lengths, valid_positions
-from leannorm.ops.modes import exporting, sharded
-from leannorm.ops.plan import row_statistics_shape
-from leannorm.ops.precision import compute_dtype
+from leannorm.functional import jagged
+from leannorm.functional.door import public, run
+from leannorm.functional.rows import dtype_of_cast, normalized_rows
+from leannorm.functional.valid import Lengths
 
 
-def dtype_of_cast(arguments: Arguments) -> torch.dtype:
-    """The dtype of a row norm's output: wider than the input if it is rounded before it is multiplied by a
-    wider weight."""
-    x, weight, cast = arguments["input"], arguments["weight"], arguments.get("cast", "after")
-    if weight is None or cast == "after" or arguments.get("norm_before_gate", False):
-        return x.dtype  # type: ignore[no-any-return]
-    return torch.promote_types(x.dtype, weight.dtype)
-
-
-def checked_row_norm(
-    tensors: RowTensors,
-    normalized_shape: Sequence[int],
-    form: stock.RowForm,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
-) -> tuple[Tensor, Tensor]:
-    """y and x + gate * residual (else x), of any row norm; every rule on its arguments is checked first."""
-    if exporting():
-        return stock.row_norm(tensors, normalized_shape, form, mask, lengths)
-    input, residual, gate, scale, shift, weight, bias = tensors
-    eps, dim, rms, weight_offset, cast_before = form
-    _checks.floating("input", input)
-    start, stop = _checks.normalized_axes(input, normalized_shape, dim)
-    _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
-    if scale is not None:
-        _checks.modulations(input, start, scale=scale, shift=shift, gate=gate)
-        _checks.same_modulation(scale, shift)
-        weight_offset = 1.0 if weight is None and bias is None else 0.0
-    _checks.like_input("residual" if scale is None else "branch", residual, input)
-    if eps is None:
-        eps = torch.finfo(compute_dtype(input)).eps
-    _checks.non_negative_eps(eps)
-    rows = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
-    if sharded(*tensors):
-        return _of_shards(tensors, rows, mask, lengths)
-    return row_norm(tensors, rows, _valid_rows(input, mask, lengths, start, stop))
-
-
-def _of_shards(
-    tensors: RowTensors, rows: Rows, mask: Tensor | None, lengths: Lengths | None
-) -> tuple[Tensor, Tensor]:
-    x, _, *of_scale, _, _ = tensors
-    elements, normalized = range(x.dim()), (rows.start, rows.stop)
-    if lengths is not None:
-        _checks.lengths_of_rows(x, *normalized)
-
-    def run(*parts: Any) -> tuple[Tensor, Tensor]:
-        local = RowTensors(*parts[:-1])
-        return row_norm(local, rows, _valid_rows(local.x, parts[-1], None, *normalized))
-
-    axes = elements, elements, *(modulation(v, x, rows.start) for v in of_scale), *(range(*normalized),) * 2
-    made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, normalized, (mask, lengths, "zero"))
-    return made
-
-
-def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int, stop: int) -> Maybe:
-    """Which rows are data, in the statistics' shape; None if all are."""
-    if lengths is not None:
-        _checks.lengths_of_rows(input, start, stop)
-    valid = valid_positions(input, mask, lengths, kept=(start, stop))
-    return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
-
-
-@public(F.layer_norm, jagged.rows)
+@public(normalized_rows, F.layer_norm, jagged.rows)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -127,19 +54,15 @@ def layer_norm(
     tensor([[-1.,  1.],
             [-1.,  1.]])
     """
-    if has_torch_function_variadic(input, weight, bias, mask, lengths) or type(input) is NestedTensor:
-        values = input, normalized_shape, weight, bias, eps, dim, mask, lengths
-        return hand_over(layer_norm, values)
-    if dim is None and mask is None and lengths is None:
+    plain = dim is None and mask is None and lengths is None
+    if plain and not has_torch_function_variadic(input, weight, bias):
         y = fast.row_norm(input, weight, bias, normalized_shape, eps, rms=False)
         if y is not None:
             return y
-    form = stock.RowForm(eps, dim)
-    tensors = RowTensors(input, None, None, None, None, weight, bias)
-    return checked_row_norm(tensors, normalized_shape, form, mask, lengths)[0]
+    return run(layer_norm, (input, normalized_shape, weight, bias, eps, dim, mask, lengths))
 
 
-@public(F.rms_norm, jagged.rows, dtype=dtype_of_cast)
+@public(normalized_rows, F.rms_norm, jagged.rows, dtype=dtype_of_cast)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -174,21 +97,15 @@ def rms_norm(
     >>> F.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, weight, mask, lengths) or type(input) is NestedTensor:
-        values = input, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths
-        return hand_over(rms_norm, values)
-    if dim is None and mask is None and lengths is None and weight_offset == 0 and cast == "after":
+    plain = dim is None and mask is None and lengths is None and weight_offset == 0 and cast == "after"
+    if plain and not has_torch_function_variadic(input, weight):
         y = fast.row_norm(input, weight, None, normalized_shape, eps, rms=True)
         if y is not None:
             return y
-    _checks.weight_offset(weight_offset)
-    _checks.cast(cast)
-    form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
-    tensors = RowTensors(input, None, None, None, None, weight)
-    return checked_row_norm(tensors, normalized_shape, form, mask, lengths)[0]
+    return run(rms_norm, (input, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths))
 
 
-@public(packed=jagged.rows)
+@public(normalized_rows, packed=jagged.rows)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -220,14 +137,11 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    tensors = RowTensors(input, residual, None, None, None, weight, bias)
-    if has_torch_function_variadic(*tensors, mask, lengths) or type(input) is NestedTensor:
-        values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
-        return hand_over(add_layer_norm, values)
-    return checked_row_norm(tensors, normalized_shape, stock.RowForm(eps, dim), mask, lengths)
+    values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
+    return run(add_layer_norm, values)
 
 
-@public(packed=jagged.rows, dtype=dtype_of_cast)
+@public(normalized_rows, packed=jagged.rows, dtype=dtype_of_cast)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -260,14 +174,5 @@ def add_rms_norm(
     >>> r
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, residual, weight, mask, lengths) or type(input) is NestedTensor:
-        values = (
-            *(input, residual, normalized_shape, weight, eps),
-            *(dim, weight_offset, cast, mask, lengths),
-        )
-        return hand_over(add_rms_norm, values)
-    _checks.weight_offset(weight_offset)
-    _checks.cast(cast)
-    form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
-    tensors = RowTensors(input, residual, None, None, None, weight)
-    return checked_row_norm(tensors, normalized_shape, form, mask, lengths)
+    values = input, residual, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths
+    return run(add_rms_norm, values)

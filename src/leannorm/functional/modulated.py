@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
-from leannorm._types import RowTensors
-from leannorm.functional.door import hand_over, public
-from leannorm.functional.layer import checked_row_norm
-from leannorm.functional.stock import RowForm
+from leannorm.functional.door import public, run
+from leannorm.functional.rows import normalized_rows
 
 
-@public()
+@public(normalized_rows)
 def ada_layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -45,14 +42,10 @@ def ada_layer_norm(
     >>> F.ada_layer_norm(x, (8,), scale, shift).eq(1).all().item()
     True
     """
-    if has_torch_function_variadic(input, scale, shift, weight, bias):
-        values = input, normalized_shape, scale, shift, eps, weight, bias
-        return hand_over(ada_layer_norm, values)
-    tensors = RowTensors(input, None, None, scale, shift, weight, bias)
-    return checked_row_norm(tensors, normalized_shape, RowForm(eps))[0]
+    return run(ada_layer_norm, (input, normalized_shape, scale, shift, eps, weight, bias))
 
 
-@public()
+@public(normalized_rows)
 def ada_rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -78,14 +71,10 @@ def ada_rms_norm(
     >>> torch.allclose(F.ada_rms_norm(x, (8,), scale), 2 * F.rms_norm(x, (8,)))
     True
     """
-    if has_torch_function_variadic(input, scale, shift, weight):
-        values = input, normalized_shape, scale, eps, weight, shift
-        return hand_over(ada_rms_norm, values)
-    tensors = RowTensors(input, None, None, scale, shift, weight)
-    return checked_row_norm(tensors, normalized_shape, RowForm(eps, rms=True))[0]
+    return run(ada_rms_norm, (input, normalized_shape, scale, eps, weight, shift))
 
 
-@public()
+@public(normalized_rows)
 def add_ada_layer_norm(
     input: Tensor,
     branch: Tensor,
@@ -118,14 +107,11 @@ def add_ada_layer_norm(
     >>> F.add_ada_layer_norm(x, branch, gate, (2,), torch.zeros(1, 2), torch.zeros(1, 2), eps=0.0)
     (tensor([[-1.,  1.]]), tensor([[0.5000, 1.5000]]))
     """
-    if has_torch_function_variadic(input, branch, gate, scale, shift, weight, bias):
-        values = input, branch, gate, normalized_shape, scale, shift, eps, weight, bias
-        return hand_over(add_ada_layer_norm, values)
-    tensors = RowTensors(input, branch, gate, scale, shift, weight, bias)
-    return checked_row_norm(tensors, normalized_shape, RowForm(eps))
+    values = input, branch, gate, normalized_shape, scale, shift, eps, weight, bias
+    return run(add_ada_layer_norm, values)
 
 
-@public()
+@public(normalized_rows)
 def add_ada_rms_norm(
     input: Tensor,
     branch: Tensor,
@@ -154,8 +140,4 @@ def add_ada_rms_norm(
     >>> F.add_ada_rms_norm(x, branch, gate, (2,), torch.zeros(2), eps=0.0)[1]
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, branch, gate, scale, shift, weight):
-        values = input, branch, gate, normalized_shape, scale, eps, weight, shift
-        return hand_over(add_ada_rms_norm, values)
-    tensors = RowTensors(input, branch, gate, scale, shift, weight)
-    return checked_row_norm(tensors, normalized_shape, RowForm(eps, rms=True))
+    return run(add_ada_rms_norm, (input, branch, gate, normalized_shape, scale, eps, weight, shift))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
@@ -88,17 +87,12 @@ def batch_norm_op(
     >>> torch.equal(mean, out.batch_mean), out.saved_mean.data_ptr() == mean.data_ptr()
     (True, True)
     """
+    settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)
     tensors = (x, estimated_mean, estimated_var, scale, bias)
-    if has_torch_function_variadic(*tensors):
-        values = (
-            *(x, estimated_mean, estimated_var, scale, bias, is_infer, use_global_est, epsilon),
-            *(momentum, batch_id, data_layout),
-        )
-        if (y := hand_over(batch_norm_op, values)) is not None:
-            return y
+    if (y := hand_over(batch_norm_op, (*tensors, *settings))) is not None:
+        return y
     inside = transformed(x, scale, bias) or (is_infer and exporting())
     run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
-    settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)
     return _checked(run, tensors, settings)
 
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments, Pool, Running
+from leannorm._types import Epilogue, Moments, Pool, Running
+from leannorm.functional.declare import Arguments
+from leannorm.functional.valid import Masking, masking_of
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, traced, transformed
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
+
+
+def of_channels(call: Arguments) -> tuple[Running, Epilogue, Masking]:
+    """The running statistics of a per-channel norm's arguments, what is done with the normalized values, and
+    the mask; a function may lack some of them."""
+    get = call.get
+    running = Running(get("running_mean"), get("running_var"), get("num_batches_tracked"), get("momentum"))
+    epilogue = Epilogue(call["weight"], call["bias"], get("residual"), get("act", "identity"))
+    return running, epilogue, masking_of(call)
 
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:

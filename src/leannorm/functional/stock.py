@@ -10,15 +10,14 @@ Torch's functions check what they are given. No size is read here: a tracer woul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._types import Epilogue, RowTensors, Running
-from leannorm.functional.valid import Lengths, Masking, exported_positions
+from leannorm._types import Epilogue, Rows, RowTensors, Running
+from leannorm.functional.valid import UNMASKED, Masking, exported_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight, spread
@@ -96,99 +95,74 @@ def instance_norm(
     return _finished(y, x, residual, act)
 
 
-class RowForm(NamedTuple):
-    """The arguments of a row norm, as in `leannorm.functional.rms_norm`; not `rms`: a layer norm."""
-
-    eps: float | None
-    dim: int | None = None
-    rms: bool = False
-    weight_offset: float = 0.0
-    cast_before: bool = False
-
-
 def row_norm(
-    tensors: RowTensors,
-    normalized_shape: Sequence[int],
-    form: RowForm,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
+    tensors: RowTensors, shape: tuple[int, ...], rows: Rows, masking: Masking = UNMASKED
 ) -> tuple[Tensor, Tensor]:
     """y and input + residual; a single axis that is not the last is moved there and back."""
+    if rows.act is not None:
+        return _gated(tensors, shape, rows), tensors.x
     if tensors.scale is not None:
-        return _with_scale(tensors, normalized_shape, form)
+        return _with_scale(tensors, shape, rows)
     input, residual, *_, weight, bias = tensors
-    eps, dim, rms, weight_offset, cast_before = form
+    start, stop, eps, rms, offset, cast_before, *_ = rows
+    mask, lengths, _ = masking
     x = input if residual is None else (input + residual).to(input.dtype)
-    shape, last = tuple(normalized_shape), x.dim() - 1
     if mask is not None or lengths is not None:
-        start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
-        padding = ~exported_positions(x, mask, lengths, (start, start + len(shape)))
+        padding = ~exported_positions(x, mask, lengths, (start, stop))
         valid = RowTensors(x.masked_fill(padding, 0), weight=weight, bias=bias)
-        y, x = row_norm(valid, normalized_shape, form)
+        y, x = row_norm(valid, shape, rows)
         return y.masked_fill(padding, 0), x if residual is not None else input
-    axis = last if dim is None else dim % x.dim()
-    moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)
-    if rms:
-        eps = torch.finfo(compute_dtype(x)).eps if eps is None else eps
-        if cast_before:
-            xhat = _finished(_rms_norm(moved, shape, None, eps), x)
-            y = rounded_then_weighted(xhat, weight, weight_offset, xhat.dim() - len(shape), xhat.dim())
-        else:
-            if weight is not None and weight_offset:
-                weight = shifted_weight(weight, weight_offset, compute_dtype(x))
-            wide, weight = _of_one_dtype(moved, weight)
-            y = _finished(_rms_norm(wide, shape, weight, eps), x)
+    last = x.dim() - 1
+    moved = x if stop > last else x.permute(*(i for i in range(last + 1) if i != start), start)
+    if cast_before:
+        xhat = _finished(_rms_norm(moved, shape, None, eps), x)
+        y = rounded_then_weighted(xhat, weight, offset, xhat.dim() - len(shape), xhat.dim())
+    elif rms:
+        if weight is not None and offset:
+            weight = shifted_weight(weight, offset, compute_dtype(x))
+        wide, weight = _of_one_dtype(moved, weight)
+        y = _finished(_rms_norm(wide, shape, weight, eps), x)
     else:
-        assert eps is not None
         wide, weight, bias = _of_one_dtype(moved, weight, bias)
         y = _finished(F.layer_norm(wide, shape, weight, bias, eps), x)
-    if axis != last:
-        y = y.permute(*range(axis), last, *range(axis, last))
+    if stop <= last:
+        y = y.permute(*range(start), last, *range(start, last))
         layout = memory_format(x)  # the operations that follow may rely on it
         y = y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
     return y, x
 
 
-def _with_scale(tensors: RowTensors, normalized_shape: Sequence[int], form: RowForm) -> tuple[Tensor, Tensor]:
+def _with_scale(tensors: RowTensors, shape: tuple[int, ...], rows: Rows) -> tuple[Tensor, Tensor]:
     """y and the sum: one of torch's norms, then a product and a sum."""
     x, residual, gate, scale, shift, weight, bias = tensors
     assert scale is not None
-    shape, dtype, eps = tuple(normalized_shape), compute_dtype(x), form.eps
-    start = x.dim() - len(shape)
+    dtype, start = compute_dtype(x), rows.start
     x = x if residual is None else REFERENCE.add_residual(x, residual, gate, start)
     wide = x.to(dtype)
     weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
-    if form.rms:
-        y = _rms_norm(wide, shape, weight, torch.finfo(dtype).eps if eps is None else eps)
+    if rows.rms:
+        y = _rms_norm(wide, shape, weight, rows.eps)
     else:
-        assert eps is not None
-        y = F.layer_norm(wide, shape, weight, bias, eps)
+        y = F.layer_norm(wide, shape, weight, bias, rows.eps)
     y = y * (1 + spread(scale, x, start).to(dtype))
     y = y if shift is None else y + spread(shift, x, start).to(dtype)
     return _finished(y, x), x
 
 
-def gated_rms_norm(
-    x: Tensor,
-    gate: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float,
-    act: str,
-    norm_before_gate: bool,
-    cast_before: bool,
-) -> Tensor:
+def _gated(tensors: RowTensors, shape: tuple[int, ...], rows: Rows) -> Tensor:
     """A norm of torch's and a product, in the one order or in the other."""
-    dtype, start = compute_dtype(x), x.dim() - len(tuple(normalized_shape))
-    opened = ACTIVATIONS[act].forward(gate.to(dtype))
-    value = x.to(dtype) if norm_before_gate else x.to(dtype) * opened
-    shape, parameter = tuple(normalized_shape), None if weight is None else weight.to(dtype)
-    y = _rms_norm(value, shape, None if cast_before else parameter, eps)
-    if cast_before:
-        y = rounded_then_weighted(y.to(x.dtype), weight, 0.0, start, x.dim())
-    if norm_before_gate:
+    x, _, gate, _, _, weight, _ = tensors
+    assert gate is not None
+    dtype = compute_dtype(x)
+    opened = ACTIVATIONS[str(rows.act)].forward(gate.to(dtype))
+    value = x.to(dtype) if rows.norm_before_gate else x.to(dtype) * opened
+    wide = None if weight is None else weight.to(dtype)
+    y = _rms_norm(value, shape, None if rows.cast_before else wide, rows.eps)
+    if rows.cast_before:
+        y = rounded_then_weighted(y.to(x.dtype), weight, 0.0, rows.start, rows.stop)
+    if rows.norm_before_gate:
         return _finished(y * opened, x)
-    return y if cast_before else _finished(y, x)
+    return y if rows.cast_before else _finished(y, x)
 
 
 def _rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
@@ -14,7 +13,7 @@ from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
 from leannorm.functional.declare import Arguments, declare, in_training, like_first
 from leannorm.functional.door import call_operator, hand_over, public
-from leannorm.functional.jagged import NestedTensor, channels
+from leannorm.functional.jagged import channels
 from leannorm.functional.valid import Lengths
 
 RANKS = (2, 3, 4, 5)
@@ -94,21 +93,17 @@ def sync_batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    tensors = (input, running_mean, running_var, weight, bias, residual)
-    if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
-        values = (
-            *(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual),
-            *(process_group, timeout, debug_consistency, name, mask, lengths, fill),
-        )
-        if (y := hand_over(sync_batch_norm, values)) is not None:
-            return y
+    tensors = (input, running_mean, running_var, weight, bias)
+    of_ranks = process_group, timeout, debug_consistency, name
+    values = *tensors, training, momentum, eps, act, residual, *of_ranks, mask, lengths, fill
+    if (y := hand_over(sync_batch_norm, values)) is not None:
+        return y
     _checks.timeout(timeout)
     masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
     if not training:
-        arguments = input, running_mean, running_var, weight, bias, False, momentum, eps
-        return batch_norm_act(*arguments, act=act, residual=residual, **masking)
+        return batch_norm_act(*tensors, False, momentum, eps, act=act, residual=residual, **masking)
     _checks.momentum_is_a_number(momentum)
     sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
-    tensors = (input, running_mean, running_var, None, weight, bias)
+    tensors_and_count = (*tensors[:3], None, weight, bias)
     settings: Any = (training, momentum, eps, RANKS, act, residual, sharing)
-    return tracked_batch_norm(*tensors, *settings, **masking)
+    return tracked_batch_norm(*tensors_and_count, *settings, **masking)

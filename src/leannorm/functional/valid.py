@@ -22,6 +22,11 @@ FILLS = ("zero", "normalize")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+def masking_of(call: Arguments) -> Masking:
+    """The arguments mask, lengths and fill of a function, which may lack them."""
+    return call.get("mask"), call.get("lengths"), call.get("fill", "zero")
+
+
 def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
     """Whether this call has no mask, so that no rule has to be checked."""
     return mask is None and lengths is None and fill == "zero"
@@ -36,6 +41,8 @@ def valid_positions(
     normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
     last of them, one per sample. Values are checked if the host has them; otherwise a length is clamped.
     """
+    if mask is None and lengths is None and fill == "zero":
+        return None
     data, count, positions = _data_of(input, mask, lengths, fill, kept)
     if data is None:
         return None

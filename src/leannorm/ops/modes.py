@@ -22,6 +22,7 @@ _dispatch_mode, _mode_keys = torch._C._get_dispatch_mode, torch._C._TorchDispatc
 _included, _above_autograd = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 _tracing = torch._C._is_tracing
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
+_PLAIN = (Tensor, torch.nn.Parameter)
 _BY_FLAG = RELEASE < (2, 13)
 
 
@@ -114,7 +115,7 @@ def exporting() -> bool:
 def sharded(*tensors: Tensor | None) -> bool:
     """Whether one is a DTensor, for which `functional/shards.py` runs the norm on local tensors."""
     for t in tensors:  # noqa: SIM110 (compilers of all releases trace a loop; the class may not be imported)
-        if t is not None and hasattr(t, "placements"):
+        if t is not None and type(t) not in _PLAIN and hasattr(t, "placements"):
             return True
     return False
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
 from leannorm.ops.backends import ATEN, BACKENDS, CPU, TRITON, Backend
+from leannorm.ops.backends.compiled import DTYPES
 from leannorm.ops.modes import traced
 from leannorm.ops.modes import transformed as transformed
 
@@ -20,6 +21,7 @@ AUTO = "auto"
 _PICKED: dict[Hashable, Backend] = {}
 _cpu_serves: bool | None = None  # not known yet
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
+_DTYPES = frozenset(DTYPES)
 _LARGE = 1 << 16  # elements of a tensor from which on missing kernels matter
 _warned = False
 
@@ -59,6 +61,12 @@ def use_backend(name: str) -> Iterator[None]:
 def pick(*tensors: Tensor | None) -> Backend:
     """The backend for a call on these tensors: the one chosen by name, otherwise the first that can compute
     it."""
+    if not traced() and picks_cpu():
+        for t in tensors:
+            if t is not None and not (t.is_cpu and t.dtype in _DTYPES and t.layout is torch.strided):
+                break
+        else:
+            return CPU
     if _chosen != AUTO:
         backend = _named(_chosen)
         reasons = backend.why_not(*tensors, named=True)

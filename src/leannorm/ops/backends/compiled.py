@@ -59,7 +59,9 @@ def flat(v: Tensor | None) -> Tensor | None:
 
 def apart(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
     """(rows, kept), each row contiguous; a copy only if the axes do not make it so."""
-    t = t.to(dtype).reshape(-1, prod(t.shape[start:]))
+    t = t if t.dtype is dtype else t.to(dtype)
+    if start != 1 or t.dim() != 2:
+        t = t.reshape(-1, prod(t.shape[start:]))
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
@@ -262,7 +264,7 @@ class Compiled(Backend):
                 return super().row_forward(x, residual, weight, bias, rows, valid, gate)
             x = x.contiguous()
             weight, bias, gate = (self._lines(v, x, rows.start) for v in (weight, bias, gate))
-        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows, valid, gate)
+        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows[:6], valid, gate)
         return y, given if residual is None else total, mean, rstd
 
     def row_backward(
@@ -277,7 +279,7 @@ class Compiled(Backend):
         """Computed in a dtype that represents dy, which is wider than x if a wider weight made the output
         so."""
         x, mean, rstd, weight, valid, gate, residual, _, _ = kept
-        start, stop, _, rms, weight_offset, _ = rows
+        start, stop, _, rms, weight_offset, *_ = rows
         want_bias = want_affine and (not rms if want_bias is None else want_bias)
         lines = weight is not None and weight.dim() > stop - start
         of_gate, input_dtype = gate, x.dtype

@@ -9,7 +9,7 @@ from math import prod
 
 from torch import Tensor
 
-from leannorm._types import Gating, KeptByGatedNorm, Maybe
+from leannorm._types import KeptByGatedNorm, Maybe, Rows
 from leannorm.ops.backends.compiled import Compiled, apart, wider
 from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
@@ -18,23 +18,22 @@ from leannorm.ops.precision import compute_dtype
 class CompiledGated(Compiled):
     """Kernels for a gate of the input's shape."""
 
-    def row_gated_forward(
-        self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating
-    ) -> tuple[Tensor, Tensor]:
-        start, *settings = gating
-        if x.numel() == 0 or wider(gate, x) or (gating.cast_before and wider(weight, x)):
-            return super().row_gated_forward(x, gate, weight, gating)
+    def row_gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, rows: Rows) -> tuple[Tensor, Tensor]:
+        start, stop, eps, _, _, cast_before, *gating = rows
+        if x.numel() == 0 or wider(gate, x) or (cast_before and wider(weight, x)):
+            return super().row_gated_forward(x, gate, weight, rows)
         both = [apart(t, start, x.dtype) for t in (x, gate)]
-        y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *settings)
-        return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
+        weight = self._weight(x, weight, start)
+        y, rstd = self.ops.row_gated_forward(*both, weight, eps, *gating, cast_before)
+        return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, stop))
 
     def row_gated_backward(
-        self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
+        self, dy: Tensor, kept: KeptByGatedNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         x, gate, rstd, weight = kept
-        start, _, act, norm_before_gate, _ = gating
+        start, *_, act, norm_before_gate = rows
         if x.numel() == 0 or wider(dy, x) or wider(gate, x):
-            return super().row_gated_backward(dy, kept, gating, want_affine)
+            return super().row_gated_backward(dy, kept, rows, want_affine)
         three = [apart(t, start, x.dtype) for t in (dy, x, gate)]
         others = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
         dx, dgate, dweight = self.ops.row_gated_backward(*three, *others)
@@ -50,4 +49,5 @@ class CompiledGated(Compiled):
         dtype = compute_dtype(x)
         if weight is None:
             return x.new_ones(prod(x.shape[start:]), dtype=dtype)
-        return weight.to(dtype).contiguous().view(-1)
+        weight = weight if weight.dtype is dtype else weight.to(dtype)
+        return weight.contiguous().view(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Gating, KeptByGatedNorm, KeptByRowNorm, Maybe, Rows
+from leannorm._types import KeptByGatedNorm, KeptByRowNorm, Maybe, Rows
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_rows import RowVerbs, rounded_then_weighted
 from leannorm.ops.precision import compute_dtype, in_dtype
@@ -14,35 +14,31 @@ from leannorm.ops.precision import compute_dtype, in_dtype
 class GatedVerbs(RowVerbs):
     """The axes from `start` to the last are normalized."""
 
-    def row_gated_forward(
-        self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating
-    ) -> tuple[Tensor, Tensor]:
+    def row_gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, rows: Rows) -> tuple[Tensor, Tensor]:
         """rms_norm(x) * act(gate) or rms_norm(x * act(gate)), and rstd."""
-        start, dtype, first = gating.start, compute_dtype(x), gating.norm_before_gate
-        rows = Rows(start, x.dim(), gating.eps, True)
-        opened, value = ACTIVATIONS[gating.act].forward(gate.to(dtype)), x.to(dtype)
+        dtype, first = compute_dtype(x), rows.norm_before_gate
+        opened, value = ACTIVATIONS[str(rows.act)].forward(gate.to(dtype)), x.to(dtype)
         value = value if first else value * opened
         mean, rstd = self.row_moments(value, rows)
-        if gating.cast_before:
-            y = rounded_then_weighted(in_dtype(value * rstd, x.dtype), weight, 0.0, start, x.dim())
+        if rows.cast_before:
+            y = rounded_then_weighted(in_dtype(value * rstd, x.dtype), weight, 0.0, rows.start, rows.stop)
         else:
             y = self.row_normalize(value, mean, rstd, weight, None, rows)
         if first:
             y = y * opened
-        return (y if gating.cast_before and not first else in_dtype(y, x.dtype)), rstd
+        return (y if rows.cast_before and not first else in_dtype(y, x.dtype)), rstd
 
     def row_gated_backward(
-        self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
+        self, dy: Tensor, kept: KeptByGatedNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """dx, dgate, dweight (compute dtype)."""
         x, gate, rstd, weight = kept
-        dtype, activation = rstd.dtype, ACTIVATIONS[gating.act]
-        rows = Rows(gating.start, x.dim(), gating.eps, True)
+        dtype, activation = rstd.dtype, ACTIVATIONS[str(rows.act)]
         dy, value, z = dy.to(dtype), x.to(dtype), gate.to(dtype)
         opened, slope, mean = activation.forward(z), activation.grad(z), torch.zeros_like(rstd)
-        if gating.norm_before_gate:
-            of_row = KeptByRowNorm(value, mean, rstd, weight)
-            dgate = dy * self.row_normalize(value, mean, rstd, weight, None, rows) * slope
+        if rows.norm_before_gate:
+            of_row, unrounded = KeptByRowNorm(value, mean, rstd, weight), rows._replace(cast_before=False)
+            dgate = dy * self.row_normalize(value, mean, rstd, weight, None, unrounded) * slope
             dx, dweight, _ = self.row_backward(dy * opened, None, of_row, rows, want_affine)
         else:
             of_row = KeptByRowNorm(value * opened, mean, rstd, weight)
