@@ -350,7 +350,7 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
         return ChannelCall(backend, settings[0], has_bias=has_bias)
     act, eps, groups, has_residual = settings
     of_all = backend.whole if has_residual else backend  # the verbs of `AsGiven` take none
-    return ChannelCall(of_all, act, eps, groups, has_bias=has_bias, has_residual=has_residual)
+    return ChannelCall(of_all, act, eps, groups, has_bias=has_bias)
 
 
 def _backward_of_node(
