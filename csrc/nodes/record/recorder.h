@@ -20,7 +20,10 @@ struct Opened : at::ObserverContext {
 
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
   if (!t.defined()) return;
-  if (call.rule->formula == Formula::kMatrix) call.whole.push_back(t.dim() == 0 ? 1 : t.size(-1));
+  if (call.rule->formula == Formula::kMatrix) {  // a jagged tensor has no number for each size
+    const bool has_sizes = t.dim() > 0 && !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+    call.whole.push_back(has_sizes ? t.size(-1) : 1);
+  }
   if (!plain(t)) {
     call.usable = false, call.of_subclass |= t.key_set().has(c10::DispatchKey::Python);
     return;
