@@ -20,7 +20,6 @@ from benchmarks import record
 
 # how a page writes a setting of `benchmarks.lean_transformers`
 CALLS = {
-    "lean()": "`lean()`",
     'lean("norm")': '`lean("norm")`',
     'lean("conv")': '`lean("conv")`',
     "lean(overhead=.15)": "`lean(overhead=0.15)`",
