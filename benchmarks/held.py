@@ -96,14 +96,19 @@ def add_json(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="add the rows to this file of benchmarks/results/")
 
 
+def _short(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2f}" if 0.01 <= value < 100 else f"{value:.3g}"
+
+
 def tell(options: Namespace, found: Iterable[Row], *key: str) -> None:
     """Print the rows as they come, and write them where `--json` says."""
     told = []
     for row in found:
         told.append(row)
         named = " ".join(f"{row[k]!s:17}" for k in key if k in row)
-        values = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
-                  if k not in (*key, "equal")]  # fmt: skip
+        values = [f"{k} {_short(v)}" for k, v in row.items() if k not in (*key, "equal")]
         print(named, *values, "" if row.get("equal", True) else "GRADIENTS DIFFER", flush=True)
     if options.json and told:
         record.write(options.json, told, *key)
