@@ -22,7 +22,6 @@ from benchmarks import record
 CALLS = {
     'lean("norm")': '`lean("norm")`',
     'lean("conv")': '`lean("conv")`',
-    "lean(overhead=.15)": "`lean(overhead=0.15)`",
     "lean(budget=.25)": "`lean(budget=0.25)`",
     "lean(budget=.15)": "`lean(budget=0.15)`",
     "checkpoint, every block": "a checkpoint around every block",

@@ -74,7 +74,7 @@ def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, gro
     if mask is None:
         return
     if groups < 0:
-        raise RuntimeError("a mask goes with no groups of samples")
+        raise RuntimeError("a mask cannot be combined with groups of samples")
     shape = (x.shape[0], prod(x.shape[2:]))
     if mask.dtype != torch.bool or mask.shape != shape or not mask.is_contiguous():
         raise RuntimeError(f"mask must be bool, contiguous and of shape {shape}, got {tuple(mask.shape)}")
