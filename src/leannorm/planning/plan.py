@@ -8,6 +8,9 @@ from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
 from leannorm.planning.timeline import Outcome
 
+_MARGIN = 0.99
+"""A pass may keep slightly more than its plan: tensors of a few elements are not planned."""
+
 
 class Plan(NamedTuple):
     """What was chosen for a goal.
@@ -59,7 +62,7 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
         if goal.overhead is None:
             point = next((p for p in line if p.held <= most), leanest)
         else:
-            point = _within(lines, goal, most)
+            point = _within(lines, goal, _MARGIN * most)
         return Plan(point, stock, seconds, leanest.held, point.held <= most)
     if goal.overhead is not None:
         most = stock.seconds + goal.overhead * seconds
