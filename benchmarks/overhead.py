@@ -97,7 +97,7 @@ def take(name: str, asked: float, steps: int, busy: bool) -> Row:
         0.0 if plan is None else plan.overhead,
         float("nan") if plan is None or plan.measured is None else plan.measured,
         median(ratios) - 1,
-        saved.kept_bytes / whole,
+        saved.kept_bytes / whole if plan is None else plan.ratio,
         passes,
         busy,
     )
