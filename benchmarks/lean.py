@@ -26,7 +26,7 @@ from leannorm._freed_memory import keep_freed_memory
 from leannorm.report.demo.digits import DigitNetwork
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
-from leannorm.saving import lean
+from leannorm.saving import lean, reasons
 
 
 class Reach(NamedTuple):
@@ -93,6 +93,21 @@ class Side:
     def state(self) -> dict[str, Tensor | None]:
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
         return {**gradients, **dict(self.model.named_buffers())}
+
+
+_SETTLED, _MOST = 12, 400  # passes in a row that follow the plan of an overhead, and all
+
+
+def settle(step: Callable[[], Any]) -> int:
+    """Run a step, which returns its `lean()`, until an overhead has measured itself; returns how often.
+
+    Until then every second pass keeps everything, to be compared with.
+    """
+    followed = passes = 0
+    while followed < _SETTLED and passes < _MOST:
+        compared = reasons.COMPARED in step().reasons
+        followed, passes = 0 if compared else followed + 1, passes + 1
+    return passes
 
 
 def equal(a: Side, b: Side) -> bool:

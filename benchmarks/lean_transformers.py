@@ -32,8 +32,9 @@ import leannorm
 from benchmarks import record
 from benchmarks.architectures import import_torchvision
 from benchmarks.gpu.blocks import Attention, Residual
+from benchmarks.lean import settle
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, reasons
+from leannorm.saving import lean
 
 import_torchvision()
 
@@ -191,7 +192,6 @@ def compiled(model: nn.Module) -> Iterator[None]:
         functorch.activation_memory_budget = before
 
 
-_SETTLED, _MOST = 12, 200  # passes of an overhead in a row that follow its plan, and all
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -254,12 +254,13 @@ def measure(
     for setting, context in contexts.items():
         for given in (others, inputs, inputs):  # a rebuild is tried on tensors of two values
             found = step(context, given)
-        followed = _SETTLED if "overhead" not in setting else 0
-        for _ in range(_MOST):  # while it measures itself, every second pass keeps everything
-            if followed >= _SETTLED:
-                break
-            step(context)
-            followed = 0 if reasons.COMPARED in latest[0].reasons else followed + 1
+        if "overhead" in setting:
+
+            def followed(context: Context = context) -> Any:
+                step(context)
+                return latest[0]
+
+            settle(followed)
         stock = stock or found
         equal = all(a is b or torch.equal(a, b) for a, b in zip(found, stock, strict=True) if a is not None)
         del found

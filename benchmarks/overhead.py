@@ -15,18 +15,17 @@ import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import record
-from benchmarks.lean import Side, network
+from benchmarks.lean import Side, network, settle
 from leannorm._freed_memory import keep_freed_memory
 from leannorm.report.timing import time_step
-from leannorm.saving import lean, reasons
+from leannorm.saving import lean
 
 MODELS = ("resnet18", "efficientnet_b0", "vit_small_patch16_224", "convnext_tiny")
-_MOST = 400  # passes, until it has measured itself
 _NEAR = 0.03
 
 
@@ -70,19 +69,16 @@ def _busy(asked: bool) -> Iterator[None]:
         process.join()
 
 
-def _is_plain(side: Side) -> bool:
-    """Is this pass one that is compared with the plan's?"""
-    return reasons.COMPARED in side.saved.reasons
-
-
 def take(name: str, asked: float, steps: int, busy: bool) -> Row:
     model, x = network(name)
     ours = Side(copy.deepcopy(model), x, lambda: lean(overhead=asked))
     theirs = Side(model, x, contextlib.nullcontext)
-    passes, quiet = 0, 0
-    while passes < _MOST and quiet < 12:  # in a row that follow the plan: it has measured itself
+
+    def step() -> Any:
         ours.step()
-        passes, quiet = passes + 1, 0 if _is_plain(ours) else quiet + 1
+        return ours.saved
+
+    passes = settle(step)
     ratios = []
     for _ in range(steps):
         theirs.step()

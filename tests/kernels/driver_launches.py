@@ -11,7 +11,7 @@ import itertools
 
 import stand_in_driver
 import torch
-from stand_in_driver import LAUNCHED, Summed, numbered
+from stand_in_driver import LAUNCHED, USUAL, numbered
 
 from leannorm import nn
 from leannorm.autograd.nodes import NODES
@@ -69,18 +69,7 @@ def main() -> None:
 
     launch._drivers_way = noted
     NODES.set_driver(ctypes.cast(driver, ctypes.c_void_p).value)
-    images, tokens = (4, 8, 6, 6), (40, 64)
-    layers = [
-        (lambda: nn.BatchNorm2d(8), images),
-        (lambda: nn.BatchNormAct2d(8, act="silu"), (64, 8, 64, 64)),
-        (lambda: nn.BatchNorm2d(8).eval(), images),
-        (lambda: nn.GroupNorm(2, 8), images),
-        (lambda: nn.InstanceNorm2d(8), images),
-        (lambda: nn.LayerNorm(64), tokens),
-        (lambda: nn.LayerNorm(70000), (3, 70000)),
-        (lambda: nn.RMSNorm(64), tokens),
-        (lambda: Summed("relu", images), images),
-    ]
+    layers = [(lambda: nn.LayerNorm(70000), (3, 70000)), *USUAL]
     for dtype, is_recorded in itertools.product(
         (torch.float32, torch.bfloat16, torch.float64), (True, False)
     ):

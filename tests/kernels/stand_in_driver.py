@@ -282,6 +282,19 @@ class Summed(torch.nn.Module):
         return self.norm(x, self.residual)
 
 
+_IMAGES, _TOKENS = (4, 8, 6, 6), (40, 64)
+USUAL = [  # layers, and the shape of what they are called with
+    (lambda: nn.BatchNorm2d(8), _IMAGES),
+    (lambda: nn.BatchNormAct2d(8, act="silu"), (64, 8, 64, 64)),
+    (lambda: nn.BatchNorm2d(8).eval(), _IMAGES),
+    (lambda: nn.GroupNorm(2, 8), _IMAGES),
+    (lambda: nn.InstanceNorm2d(8), _IMAGES),
+    (lambda: nn.LayerNorm(64), _TOKENS),
+    (lambda: nn.RMSNorm(64), _TOKENS),
+    (lambda: Summed("relu", _IMAGES), _IMAGES),
+]
+
+
 def layers() -> None:
     """A layer's call in one step launches what its first call did, whichever nodes repeat it."""
     from triton import knobs
@@ -295,16 +308,9 @@ def layers() -> None:
 
         __exit__ = lambda *_: None  # noqa: E731
 
-    images, tokens, entered, quick = (4, 8, 6, 6), (40, 64), [], launch._current_device
+    entered, quick = [], launch._current_device
     made = [
-        (lambda: nn.BatchNorm2d(8), images),
-        (lambda: nn.BatchNormAct2d(8, act="silu"), (64, 8, 64, 64)),
-        (lambda: nn.BatchNorm2d(8).eval(), images),
-        (lambda: nn.GroupNorm(2, 8), images),
-        (lambda: nn.InstanceNorm2d(8), images),
-        (lambda: nn.LayerNorm(64), tokens),
-        (lambda: nn.RMSNorm(64), tokens),
-        (lambda: Summed("relu", images), images),
+        *USUAL,
         (lambda: Summed("silu", (64, 8, 64, 64)), (64, 8, 64, 64)),
     ]
     for nodes in dict.fromkeys((fast.NODES, None)):

@@ -3,7 +3,6 @@
 A replay makes the calls of the capture again, in the same memory, on other inputs.
 """
 
-import json
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -186,15 +185,8 @@ def main():
     cases = {f"{name}, {which}": (replayed, name, which) for name in MODELS for which in REPLAYED}
     cases |= {f"{name}, {which}, graphed": (graphed, name, which) for name in MODELS for which in GRAPHED}
     cases["first of all"] = (first_of_all, "cnn")
-    found = {}
-    for case, (run, *arguments) in cases.items():
-        if len(sys.argv) > 1 and case not in sys.argv[1:]:
-            continue
-        try:
-            found[case] = run(*arguments)
-        except Exception as error:
-            found[case] = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found))
+    named = sys.argv[1:]
+    standin.print_found(cases, lambda case: not named or case in named)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 since a device that is registered stays.
 """
 
-import json
 import sys
 import threading
 import warnings
@@ -281,15 +280,8 @@ def main():
         f"{name}, {which}, autocast": (found, name, which, True) for name in CASTS for which in SETTINGS
     }
     cases |= {name: (run,) for name, run in OTHERS.items()}
-    told = {}
-    for case, (run, *arguments) in cases.items():
-        if len(sys.argv) > 1 and not any(part in case for part in sys.argv[1:]):
-            continue
-        try:
-            told[case] = run(*arguments)
-        except Exception as error:
-            told[case] = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(told))
+    parts = sys.argv[1:]
+    standin.print_found(cases, lambda case: not parts or any(part in case for part in parts))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,22 @@ def capture(library, graph, pool=1):
         graph.captured = library.end_capture()
 
 
+def print_found(cases, chosen):
+    """Run the cases, (function, *arguments) by name, and print what they return as JSON, or their error.
+
+    `chosen(name)`: whether a case runs.
+    """
+    found = {}
+    for case, (run, *arguments) in cases.items():
+        if not chosen(case):
+            continue
+        try:
+            found[case] = run(*arguments)
+        except Exception as error:
+            found[case] = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(found))
+
+
 def found_by(script, *options):
     """What a script of this folder prints as JSON, in its own process: a device that is registered stays."""
     path = os.pathsep.join([str(SOURCE.parent), *filter(None, sys.path)])

@@ -33,6 +33,12 @@ inline std::optional<at::ScalarType> source_of_cast(const Log& log, const Value&
   return at::isFloatingType(from) && at::isFloatingType(x.made.dtype) ? std::optional(from) : std::nullopt;
 }
 
+// The same, if it takes at most half of the bytes.
+inline std::optional<at::ScalarType> narrow_source(const Log& log, const Value& x) {
+  const auto from = source_of_cast(log, x);
+  return from && 2 * c10::elementSize(*from) <= c10::elementSize(x.made.dtype) ? from : std::nullopt;
+}
+
 // The largest position that max pooling can return for an image or a volume; none if the value is not its positions.
 inline std::optional<int64_t> largest_position(const Log& log, const Value& x) {
   if (x.out != 1 || x.made.dtype != at::kLong) return {};
@@ -68,7 +74,7 @@ inline std::optional<Coded> coded_unseen(const Log& log, const Value& x) {
     const at::ScalarType narrow = *most <= 0xFF ? at::kByte : *most <= 0x7FFF ? at::kShort : at::kInt;
     if (*most <= 0x7FFFFFFF) return Coded{flat(x.held).to(narrow), std::make_shared<Code>(Code{Code::kIntegers, 0, static_cast<uint64_t>(*most), narrow})};
   }
-  if (const auto from = source_of_cast(log, x); from && 2 * c10::elementSize(*from) <= c10::elementSize(x.made.dtype))
+  if (const auto from = narrow_source(log, x))
     return Coded{flat(x.held).to(*from), std::make_shared<Code>(Code{Code::kCast, 0, 0, *from})};
   return {};
 }

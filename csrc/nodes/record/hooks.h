@@ -197,7 +197,7 @@ inline std::shared_ptr<const Other> other_of(Log& log, PyObject* given) {
 
 // What the hooks take is no time of the operator that saves.
 struct InHook {
-  const std::shared_ptr<Log> log = current && current->is_timed ? current : nullptr;
+  const std::shared_ptr<Log> log = current && current->measures ? current : nullptr;
   const double start = log ? clock_now() : 0;
   InHook() = default;
   InHook(const InHook&) = delete;

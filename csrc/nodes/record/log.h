@@ -217,7 +217,7 @@ struct Log {
   std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each open pass
   std::shared_ptr<Times> times;      // if a plan may be made from the pass
-  bool is_timed = false;             // does a pass that is open have a goal?
+  bool measures = false;             // whether an open pass has a goal, so that calls are timed
   std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
   double in_hooks = 0;               // seconds of those so far
   at::CallbackHandle callback = 0;

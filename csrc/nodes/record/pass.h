@@ -90,7 +90,7 @@ struct Pass {
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
-    log->is_timed |= !follower.ask.is_none();
+    log->measures |= !follower.ask.is_none();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
     follower.renew = [this] { renew(); };

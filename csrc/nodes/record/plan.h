@@ -185,9 +185,8 @@ inline Cause reason_of(const Value& x) {
 inline int64_t bytes_when_kept(const Log& log, const Value& x) {
   if (x.code) return static_cast<int64_t>(x.held.nbytes());
   if (x.state != Value::kDropped || !log.memories[x.memory].storage.expired()) return x.storage_bytes;  // others have its memory
-  const auto from = coding::source_of_cast(log, x);
-  const auto narrow = from ? c10::elementSize(*from) : 0, wide = c10::elementSize(x.made.dtype);
-  return from && 2 * narrow <= wide && x.made.fills(x.storage_bytes) ? x.storage_bytes / static_cast<int64_t>(wide) * static_cast<int64_t>(narrow) : x.storage_bytes;
+  const auto from = coding::narrow_source(log, x);
+  return from && x.made.fills(x.storage_bytes) ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*from)) : x.storage_bytes;
 }
 
 // The calls from `first` on, all values, what was saved, and the bytes of `others`, as recorded_timeline.py reads them.

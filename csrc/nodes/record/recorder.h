@@ -158,7 +158,7 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   log.open.push_back(number);
   auto opened = std::make_unique<Opened>();
   opened->log = current, opened->call = number;
-  if (log.is_timed) opened->start = clock_now() - log.in_hooks;
+  if (log.measures) opened->start = clock_now() - log.in_hooks;
   return opened;
 }
 
@@ -185,7 +185,7 @@ inline void read_results(const at::RecordFunction& fn, Opened* const opened) {
   Log& log = *opened->log;
   const Log::Lock lock(log);
   const int number = opened->call;
-  if (log.is_timed && number < static_cast<int>(log.calls.size())) {
+  if (log.measures && number < static_cast<int>(log.calls.size())) {
     log.seconds.resize(log.calls.size());
     const double taken = clock_now() - log.in_hooks - opened->start;
     log.seconds[number] = static_cast<float>(taken), log.in_hooks += taken;  // it is no time of a call around it

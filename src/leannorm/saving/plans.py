@@ -137,7 +137,7 @@ class Following:
         self.whole = True  # whether the pass followed no plan from its first tensor on
         self._strayed = False  # whether no plan fitted any more
 
-    def again(self) -> Following:
+    def for_another_step(self) -> Following:
         """A new `Following` for another step of the same pass."""
         return Following(self.goal, self._place)
 

@@ -25,6 +25,7 @@ from leannorm._files import cached, write_json
 from leannorm.autograd.nodes import INTERFACE, NODES
 from leannorm.ops.modes import in_no_mode
 from leannorm.planning.goal import Goal
+from leannorm.saving.shards import has_ranks
 
 
 class Rates(NamedTuple):
@@ -95,8 +96,7 @@ def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
 
 def of_table_alone() -> bool:
     """Do plans not depend on what calls have taken? With several ranks, and where LEANNORM_RATES is empty."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return several or path() is None
+    return has_ranks() or path() is None
 
 
 RANKS = (
@@ -107,7 +107,7 @@ RANKS = (
 
 def measured(device: torch.device) -> tuple[Rates, str | None]:
     """What was measured on this device, now or before; or the table's rates, and the reason."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_ranks():
         return table(device), RANKS
     return _measured(device, path())
 

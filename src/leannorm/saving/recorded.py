@@ -29,7 +29,7 @@ from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
-from leannorm.saving.shards import PLAIN, as_plain, local_of, shared_as, spec_of, storage_of
+from leannorm.saving.shards import PLAIN, as_plain, has_ranks, local_of, shared_as, spec_of, storage_of
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.unpacking import unpack as unpack_others
 from leannorm.saving.verify import Layers, check_equal
@@ -210,7 +210,7 @@ class RecordedPass:
             owns=units.owner_runs if units.exist else None,
             other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
-            gathers=torch.distributed.is_available() and torch.distributed.is_initialized(),
+            gathers=has_ranks(),
             smallest=SMALLEST,
         )
         if limit is not None:

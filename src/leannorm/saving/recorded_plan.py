@@ -54,7 +54,7 @@ class Way:
             self.reasons.update([] if why is None else [why])
         except Exception as error:  # a plan is never worth an error in the forward pass
             self.reasons[reasons.no_plan(error)] = 1
-        self.following, self._calls = following.again(), []
+        self.following, self._calls = following.for_another_step(), []
 
     def calls(self, count: int) -> list[Call]:
         """All that the pass saved: `count` tensors with a place."""

@@ -143,37 +143,28 @@ class Timeline:
 
     def price_of(self, number: int, inputs: list[int], by_result: bool) -> float:
         """Seconds that a rebuild takes to make this call again: what it took, if that is known."""
-        call, rate = self.calls[number], self.rates
         if self.taken[number] > 0 and not by_result:
             return self.taken[number]
-        out = sum(self.values[i].nbytes for i in call.outs)
-        moved = out + sum(self.values[i].nbytes for i in inputs)
-        seconds = rate.call + moved / rate.memory
-        if call.operations and not by_result:
-            seconds += self._by_operations(call)
-        return seconds * self.slower
+        read = sum(self.values[i].nbytes for i in inputs)
+        return self.slower * self._by_rates(self.calls[number], read, not by_result)
 
-    def _by_operations(self, call: Call) -> float:
-        return call.operations / self.rates.operations(self.values[call.outs[0]].itemsize, call.groups)
+    def _by_rates(self, call: Call, read: int, computes: bool = True) -> float:
+        """Seconds of a call that reads so many bytes, by the rates of the device."""
+        rate, written = self.rates, sum(self.values[i].nbytes for i in call.outs)
+        seconds = rate.call + (written + read) / rate.memory
+        if call.operations and computes:
+            seconds += call.operations / rate.operations(self.values[call.outs[0]].itemsize, call.groups)
+        return seconds
 
     def _of_forward(self, call: Call) -> float:
-        """Seconds of a call by the rates of the device."""
-        moved = sum(read.nbytes for read in call.reads) + sum(self.values[i].nbytes for i in call.outs)
-        return (
-            self.rates.call
-            + moved / self.rates.memory
-            + (self._by_operations(call) if call.operations else 0)
-        )
+        return self._by_rates(call, sum(read.nbytes for read in call.reads))
 
     @cached_property
     def slower(self) -> float:
         """How many times as long as by the rates it takes to move bytes."""
         moving = [i for i, call in enumerate(self.calls) if self.taken[i] > 0 and not call.operations]
-        taken, by_rates = (
-            sum(self.taken[i] for i in moving),
-            sum(self._of_forward(self.calls[i]) for i in moving),
-        )
-        return taken / by_rates if by_rates and taken else 1.0
+        by_rates = sum(self._of_forward(self.calls[i]) for i in moving)
+        return sum(self.taken[i] for i in moving) / by_rates if moving else 1.0
 
     @cached_property
     def seconds(self) -> float:
@@ -183,16 +174,16 @@ class Timeline:
             gets = self.differentiated(call)
             if not gets:
                 continue
-            before = total
             factors = [read for read in call.reads if read.nbytes and self.values[read.value].is_floating]
             first = 1 if len(factors) == 3 and call.groups == 0 else 0  # skips what is added to a product
             frozen = any(read not in gets for read in factors[first : first + 2])
             item = self.values[call.outs[0]].itemsize
-            total += (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
+            seconds = (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
             moved = sum(read.nbytes for read in gets) + sum(self.values[i].nbytes for i in call.outs)
-            total += 2 * rate.call + _PASSES * moved / rate.memory
+            seconds += 2 * rate.call + _PASSES * moved / rate.memory
             if self.taken[number] > 0:  # the backward pass takes as much longer as the forward pass did
-                total = before + (total - before) * self.taken[number] / self._of_forward(call)
+                seconds *= self.taken[number] / self._of_forward(call)
+            total += seconds
         return total
 
     # ------------------------------------------------------------ memory other than the values

@@ -15,6 +15,11 @@ from leannorm.autograd.nodes import NODES
 PLAIN = (Tensor, torch.nn.Parameter)  # torch's own classes of tensors
 
 
+def has_ranks() -> bool:
+    """Whether this process belongs to a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _class_of_dtensors() -> Any:
     """The class, if it has been imported; before that, there can be no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -17,6 +17,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.planning.loop import PLAN, Loop
 from leannorm.saving import limit, reasons
 from leannorm.saving.plan import RebuildPlan
+from leannorm.saving.shards import has_ranks
 from leannorm.saving.small import AllKept
 from leannorm.saving.timing import Timer
 
@@ -88,7 +89,7 @@ _WATCHED: dict[Hashable, Watch] = {}
 def watch_of(place: Hashable) -> Watch | None:
     """What is known of the passes at this place. None with several ranks: each waits for the others, so times
     say little."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_ranks():
         return None
     if len(_WATCHED) >= _MAX_PLACES:
         _WATCHED.clear()

@@ -31,7 +31,7 @@ class Log:
         self.to_move: list[int] = []  # values that a user's hooks may get
         self.times: Any = None  # set if a plan is to be made from a pass
         self.seconds: dict[int, float] = {}  # by call what it took, once a pass with a goal is open
-        self.is_timed = False
+        self.measures = False  # whether an open pass has a goal, so that calls are timed
         self.recorder: Any = None  # the mode that writes the log
         self.behind = -1  # torch's count of nodes when the log began within an operator that still runs
         self.subclasses = False  # whether there may be any, such as DTensors

@@ -94,7 +94,7 @@ class RecordedPass:
             self.first_other = len(log.others)
             self.follower = Follower(ask, log.policy, self.first)
             self.follower.renew = self._renew
-            log.is_timed = log.is_timed or ask is not None
+            log.measures = log.measures or ask is not None
             if ask is not None:
                 log.times = self.follower.times = Times() if log.times is None else log.times
             log.passes.append(self)

@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
             raise
         seconds = perf_counter() - start
         with log:
-            if log.is_timed:
+            if log.measures:
                 log.seconds[number] = seconds
             try:
                 end(log, number, writes, result)
