@@ -48,8 +48,14 @@ def run_seeds(seeds, warm=False, most=10):
     return counts, failures
 
 
-def _chunk(start, stop, warm, most):
+def _one_thread_of_each_kind():
+    """Each thread of a pool numbers its nodes by itself, and autograd adds up gradients in that order: of two
+    threads, which one takes a forked part is chance."""
     torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+
+
+def _chunk(start, stop, warm, most):
     return run_seeds(range(start, stop), warm, most)
 
 
@@ -59,7 +65,7 @@ def campaign(start, count, jobs, warm, most):
     starts = range(start, start + count, _CHUNK)
     stops = [min(at + _CHUNK, start + count) for at in starts]
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(jobs, spawn) as pool:
+    with concurrent.futures.ProcessPoolExecutor(jobs, spawn, _one_thread_of_each_kind) as pool:
         for part, failed in pool.map(_chunk, starts, stops, repeat(warm), repeat(most)):
             counts += part
             failures += failed
@@ -88,7 +94,7 @@ def summary(counts):
 
 def show(seed, file):
     """One program, its verdict, and what it shrinks to."""
-    torch.set_num_threads(1)
+    _one_thread_of_each_kind()
     torch.use_deterministic_algorithms(True)
     program = parse(Path(file).read_text()) if file else generate(seed)
     verdict = judge(program)
