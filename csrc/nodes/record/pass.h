@@ -236,9 +236,9 @@ inline void add_record(py::module_ module) {
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
         return names;
       });
-  module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, const std::string& instead,
+  module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, bool moves, const std::string& instead,
                                 const std::vector<std::pair<int, int>>& sources) {
-    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, instead};
+    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, moves, instead};
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });

@@ -39,6 +39,7 @@ struct Row {
   std::vector<int> writes;       // arguments that it writes although its schema does not say so
   int gate = -1;                 // the argument that must be true for it to write
   bool fills = false;            // it works in place, and never reads the old contents
+  bool moves = false;            // it only moves elements
   std::string instead;           // the operator that computes its first result from its other results
   std::vector<Source> sources;   // that operator's arguments
 };
@@ -55,6 +56,7 @@ struct Rule {
   bool edits = false;       // its result is its first argument, which it writes
   bool functional = false;  // `again` returns as a new tensor what `op` writes
   bool fills = false;
+  bool moves = false;       // it only moves elements: calls give the same bits, whatever the values are
   bool reshapes = false;    // it works in place, but only changes how the tensor shows its memory
   bool ours = false;        // it is leannorm's, whose autograd functions call it below autograd
   bool sends = false;       // it sends to other ranks, which would not repeat it
@@ -113,7 +115,7 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   };
   if (row != table().end() && is_of_overload()) {
     const Row& of = row->second;
-    made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills;
+    made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills, made->moves = of.moves;
     made->writes.append(of.writes.begin(), of.writes.end());
     if (of.instead == "scale and shift") made->by_statistics = true;
     else if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;

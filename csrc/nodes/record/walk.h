@@ -312,7 +312,7 @@ inline Why has_other_bits(Log& log, int v) {
     Value& x = log.values[one];
     if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
     Call& call = log.calls[x.call];
-    if (!trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
+    if (!call.rule->moves && !trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
     for_inputs(log, call, [&](int in) { left.push_back(in); });
   }
   if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials

@@ -26,9 +26,10 @@ class Operator(NamedTuple):
 
     `formula`: how to count its operations. `writes`: arguments that it writes although its schema does not
     say so, if the argument at `gate` is true. `adds`: it adds tensors of the result's size, as a residual
-    connection does. `fills`: it works in place and never reads what was there. `instead`: an operator that
-    computes its first result from its other results. `sources`: that operator's arguments, each an argument
-    of this call (a number), a result of it (a string) or None.
+    connection does. `fills`: it works in place and never reads what was there. `moves`: it only moves elements,
+    so that any two calls give the same bits, and none is tried first. `instead`: an operator that computes its
+    first result from its other results. `sources`: that operator's arguments, each an argument of this call
+    (a number), a result of it (a string) or None.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class Operator(NamedTuple):
     gate: int = -1
     adds: bool = False
     fills: bool = False
+    moves: bool = False
     instead: str = ""
     sources: tuple[int | str | None, ...] = ()
 
@@ -62,20 +64,26 @@ OPERATORS: dict[str, Operator] = {
     **_rows("window", "max_pool2d_with_indices max_pool3d_with_indices"),
     **_rows(
         "pass",
-        "cat constant_pad_nd avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d"
+        "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d"
         " upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_trilinear3d"
-        " _softmax _log_softmax native_layer_norm native_group_norm embedding index_select roll flip",
+        " _softmax _log_softmax native_layer_norm native_group_norm",
     ),
+    **_rows("pass", "cat constant_pad_nd embedding index_select roll flip", moves=True),
     **_rows(
         "reduced",
         "sum mean amax amin max min var var_mean std any all prod argmax argmin logsumexp norm",
     ),
     **_rows(
         "fused",
-        "clone _to_copy to copy full full_like zeros zeros_like ones ones_like new_zeros new_ones"
-        " arange scalar_tensor where masked_fill index gather _unsafe_index lift_fresh_copy slice_scatter"
-        " select_scatter triu tril native_dropout_backward gelu gelu_backward silu silu_backward"
-        " threshold_backward sigmoid_backward tanh_backward repeat expand_copy glu",
+        "_to_copy to copy full full_like zeros zeros_like ones ones_like new_zeros new_ones"
+        " arange scalar_tensor native_dropout_backward gelu gelu_backward silu silu_backward"
+        " threshold_backward sigmoid_backward tanh_backward glu",
+    ),
+    **_rows(
+        "fused",
+        "clone where masked_fill index gather _unsafe_index lift_fresh_copy slice_scatter select_scatter"
+        " triu tril repeat expand_copy",
+        moves=True,
     ),
     **_rows("fused", "add sub add_ sub_", adds=True),
     **_rows("fused", "copy_ fill_ zero_", fills=True),

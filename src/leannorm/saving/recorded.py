@@ -132,7 +132,7 @@ def record_in(module: Any) -> None:
     for name, row in OPERATORS.items():
         formula, sources = _FORMULAS.index(row.formula), list(map(_source, row.sources))
         LOG.set_operator(
-            name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.instead, sources
+            name, _kind(row), formula, list(row.writes), row.gate, row.fills, row.moves, row.instead, sources
         )
     LOG.set_varying(list(VARYING))
     if module is NODES:

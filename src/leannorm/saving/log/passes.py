@@ -264,10 +264,11 @@ def set_operator(
     writes: list[int],
     gate: int,
     fills: bool,
+    moves: bool,
     instead: str,
     sources: list[tuple[int, int]],
 ) -> None:
-    TABLE[name] = Row(kind, formula, writes, gate, fills, instead, sources)
+    TABLE[name] = Row(kind, formula, writes, gate, fills, moves, instead, sources)
     RULES.clear()
 
 

@@ -31,6 +31,7 @@ class Row(NamedTuple):
     writes: list[int]
     gate: int
     fills: bool
+    moves: bool
     instead: str
     sources: list[tuple[int, int]]
 
@@ -47,6 +48,7 @@ class Rule:
         self.instead: Any = None
         self.name = schema.name
         self.kind, self.formula, self.gate, self.fills, self.by_statistics = CHEAP, 0, -1, False, False
+        self.moves = False  # whether it only moves elements, so that any two calls give the same bits
         self.edits = False  # whether its result is its first argument, written in place
         self.functional = False  # whether `again` returns a new tensor where `op` writes in place
         self.reshapes = False  # whether it changes, in place, only how the tensor shows its memory
@@ -84,6 +86,7 @@ class Rule:
         if row is not None:
             self.kind = row.kind if row.kind != SKIP or is_view else ONCE
             self.formula, self.gate, self.fills = row.formula, row.gate, row.fills
+            self.moves = row.moves
             self.writes = self.writes + row.writes
             self.by_statistics = row.instead == "scale and shift"
             if row.instead and not self.by_statistics:

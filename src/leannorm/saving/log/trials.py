@@ -71,7 +71,7 @@ def has_other_bits(log: Log, v: int) -> Why:
             continue
         seen.add(one)
         call = log.calls[x.call]
-        if _TRIED[_kind_of(log, call)] < _ENOUGH:
+        if not call.rule.moves and _TRIED[_kind_of(log, call)] < _ENOUGH:
             untried.append(call)
         left += log.inputs_of(call)
     x = log.values[v]
