@@ -11,6 +11,7 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.saving import small
+from leannorm.saving.plans import none_known
 
 pytestmark = [
     pytest.mark.usefixtures("with_and_without_nodes"),
@@ -24,6 +25,8 @@ def measures(monkeypatch, tmp_path):
     monkeypatch.setenv("LEANNORM_RATES", str(tmp_path / "rates.json"))
     monkeypatch.setattr(small, "SMALL", -1)
     forget_trials()
+    with none_known():
+        yield
 
 
 def slow_for(seconds):
@@ -99,3 +102,80 @@ def test_the_second_pass_corrects_what_only_the_first_call_took():
     later = rebuilt_of(net, passes=3, budget=0.3)
     assert all(first)  # a pass without a plan
     assert sum(later[:4]) > sum(later[4:])
+
+
+class Backward(torch.autograd.Function):
+    """Takes long in its backward pass alone, of which no price knows."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Slow(Net):
+    """A chain of slow calls and nothing else, so that each byte costs much."""
+
+    def branch(self, x, seconds):
+        for _ in range(8):
+            x = slow_sine(x, seconds)
+        return x
+
+
+def plan_of(net, passes, backward=0.0, between=lambda: None):
+    """The plan of plain `lean()` after so many steps."""
+    for _ in range(passes):
+        x = torch.randn(64, 256, requires_grad=True)
+        with lean() as saved:
+            loss = Backward.apply(net(x), backward)
+        between()
+        loss.backward()
+    return saved.plan
+
+
+def test_a_step_that_takes_longer_than_its_prices_is_worth_more_rebuilds():
+    """Half of the bytes cost more than a tenth of the expected step, but not of the real one."""
+    net = Slow(2e-3)
+    before = plan_of(net, 3, backward=0.3)
+    after = plan_of(net, 3, backward=0.3)
+    assert before.ratio > 0.5
+    assert after.ratio <= 0.5
+    assert after.overhead < 0.08
+
+
+def test_rebuilds_that_take_longer_than_their_calls_did_are_worth_less(monkeypatch):
+    net = Slow(2e-3)
+    before = plan_of(net, 3)
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda s: sleep(s if torch._C._current_graph_task_id() < 0 else 6 * s))
+    with none_known():
+        after = plan_of(net, 6)
+    assert before.ratio < 0.8 < after.ratio
+
+
+@pytest.mark.parametrize("case", ["another step begins", "no backward pass"])
+def test_a_step_that_is_not_one_says_nothing(case):
+    """Its time is that of two steps, or it has not ended."""
+    net = Slow(2e-3)
+
+    def another_step():
+        time.sleep(0.3)
+        with lean():
+            loss = torch.randn(8, 8, 8, requires_grad=True).sin().sum()
+        loss.backward()
+
+    plans = []
+    for _ in range(6):
+        if case == "another step begins":
+            plans.append(plan_of(net, 1, between=another_step))
+            continue
+        with lean() as saved:
+            loss = net(torch.randn(64, 256, requires_grad=True))
+        del loss
+        plans.append(saved.plan)
+    assert plans[-1].ratio == plans[2].ratio < 1

@@ -49,6 +49,7 @@ inline void forget_saved(PyObject* self) {
     Log::Alive& of_pass = s->log->alive_of[s->pass];
     --of_pass.now, of_pass.then -= s->backward_passes < of_pass.backward_passes;
     remove_reader(*s->log, s->value);
+    if (s->log->alive == 0 && s->log->spent) s->log->spent->end();
   }
   s->~SavedObject();
   Py_TYPE(self)->tp_free(self);
@@ -202,7 +203,9 @@ struct InHook {
   InHook() = default;
   InHook(const InHook&) = delete;
   ~InHook() {
-    if (log) log->in_hooks += clock_now() - start;
+    if (!log) return;
+    const double taken = clock_now() - start;
+    log->in_hooks += taken, log->spent->hooks += taken;
   }
 };
 
@@ -325,6 +328,8 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
     if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
   }
   const at::AutoGradMode mode(false);
+  const auto spent = s.log->spent;
+  const Adding time(spent && x.state == Value::kDropped ? &spent->rebuilding : nullptr);
   const Tensor t = rebuilt(s);
   const auto limit = s.log->limit;
   py::object tensor = s.spec ? python().shared(t, s.spec) : py::reinterpret_steal<py::object>(THPVariable_Wrap(t));

@@ -7,6 +7,7 @@
 #include "exposed.h"
 #include "rules.h"
 #include "shown.h"
+#include "spent.h"
 
 #include <ATen/Context.h>
 #include <torch/headeronly/version.h>
@@ -16,7 +17,6 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
-#include <chrono>
 #include <mutex>
 #include <queue>
 #include <thread>
@@ -218,6 +218,7 @@ struct Log {
   std::vector<Follower*> following;  // one for each open pass
   std::shared_ptr<Times> times;      // if a plan may be made from the pass
   bool measures = false;             // whether an open pass has a goal, so that calls are timed
+  std::shared_ptr<Spent> spent;      // then
   std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
   double in_hooks = 0;               // seconds of those so far
   at::CallbackHandle callback = 0;
@@ -368,8 +369,6 @@ struct Log {
 };
 
 inline thread_local std::shared_ptr<Log> current;
-
-inline double clock_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // 1 for a weight of a module that runs now, which gathers it again before the backward pass comes here; 2 for a weight of a
 // module that does not run now, and may have freed it by then; 0 for any other tensor.

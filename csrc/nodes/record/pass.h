@@ -90,7 +90,7 @@ struct Pass {
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
-    log->measures |= !follower.ask.is_none();
+    if (!follower.ask.is_none() && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
     follower.renew = [this] { renew(); };
@@ -127,6 +127,7 @@ struct Pass {
   void renew() {
     const py::object way = py::getattr(follower.ask, "__self__");
     way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, seconds(), device());
+    if (log->spent) log->spent->is_one = false;
     first = std::min(first + then->seen, log->listed.size() - 1), then.reset();
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
@@ -202,6 +203,7 @@ inline void add_record(py::module_ module) {
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
   own_unpack = py::object(module.attr("record_unpack")).release().ptr();
+  py::class_<Spent, std::shared_ptr<Spent>>(module, "Spent").def("share", &Spent::share);
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
   module.def("bytes_in_use", &InUse::of_process);
   module.def("alive", [] { return alive.load(); });
@@ -231,6 +233,7 @@ inline void add_record(py::module_ module) {
       .def("places", &Pass::places)
       .def("timeline", &Pass::timeline)
       .def("seconds", &Pass::seconds)
+      .def("spent", [](const Pass& p) { return p.log->spent; })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

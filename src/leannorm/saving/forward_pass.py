@@ -200,7 +200,7 @@ class ForwardPass:
         try:
             before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
             share = (self.ledger.kept() - before) / max(nbytes - before, 1)
-            self._of_plans = following.end(made.calls, made.passed, share, made.seconds)
+            self._of_plans = following.end(made.calls, made.passed, share, made.seconds, made.spent)
         except Exception as error:  # a plan is never worth an error in the forward pass
             made.reasons[reasons.no_plan(error)] = 1
             return None

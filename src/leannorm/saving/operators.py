@@ -26,10 +26,10 @@ class Operator(NamedTuple):
 
     `formula`: how to count its operations. `writes`: arguments that it writes although its schema does not
     say so, if the argument at `gate` is true. `adds`: it adds tensors of the result's size, as a residual
-    connection does. `fills`: it works in place and never reads what was there. `moves`: it only moves elements,
-    so that any two calls give the same bits, and none is tried first. `instead`: an operator that computes its
-    first result from its other results. `sources`: that operator's arguments, each an argument of this call
-    (a number), a result of it (a string) or None.
+    connection does. `fills`: it works in place and never reads what was there. `moves`: it only moves
+    elements, so that any two calls give the same bits, and none is tried first. `instead`: an operator that
+    computes its first result from its other results. `sources`: that operator's arguments, each an argument
+    of this call (a number), a result of it (a string) or None.
     """
 
     kind: Kind

@@ -6,6 +6,7 @@ A pass without a plan rebuilds all that it can. Its sizes and prices make the pl
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -37,6 +38,13 @@ class Pass(NamedTuple):
     def without_lines(self) -> Pass:
         """The pass without its step, which takes megabytes and is not read by passes that follow the plan."""
         return self._replace(lines=cast("Any", None), places=(), again=None)
+
+    def rebuilding_in(self, times: float) -> Pass:
+        """The pass if rebuilds take so many times the share of the step that its prices say. Its lines stay
+        the same: only the step that they are compared with is longer or shorter."""
+        lines = copy(self.lines)
+        lines.step = lines.step._replace(seconds=lines.step.seconds / times)
+        return self._replace(lines=lines, hooks=self.hooks / times)
 
     @property
     def share_of_hooks(self) -> float:

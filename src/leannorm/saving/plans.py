@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from leannorm.planning.goal import Goal
 from leannorm.planning.loop import Loop
@@ -21,6 +21,15 @@ _NEAR = 0.75, 4 / 3  # sizes over those that a plan was made for: between these 
 _PROMISED = 1.05, 0.02  # times the planned share, and plus this: a pass that keeps more has missed its plan
 _MISSES = 2
 _MOST_FOLLOWS = 8  # a plan whose passes all have other sizes stays at its first prices
+_LEAST_SHARE = 0.01  # of a step: rebuilds that take less do not tell how wrong their prices are
+_WRONG = 4.0  # times that prices may be too high or too low: beyond that the measurement was disturbed
+
+
+class Spent(Protocol):
+    """What the step of a pass has taken."""
+
+    def share(self) -> float | None:
+        """The time of its rebuilds, as a share of the rest of the step; None if that is not known."""
 
 
 @dataclass
@@ -31,7 +40,8 @@ class _Made:
     until other plans are made. `follows`: passes that followed these. `misses`: how many of those kept more
     than planned; `missed`: whether the last one did. `rungs`: the plans for all overheads, if steps are
     measured; `loop` chooses one. `again`: the pass at the prices of another one, until there has been one,
-    since the first calls of a process take longer.
+    since the first calls of a process take longer. `priced`: the pass at those, until a step that follows its
+    plan has ended; `spent`: what the last such step took.
     """
 
     calls: tuple[Call, ...]
@@ -42,6 +52,8 @@ class _Made:
     missed: bool = False
     rungs: tuple[RebuildPlan, ...] = ()
     again: Callable[[Taken], Pass | None] | None = None
+    priced: Pass | None = None
+    spent: Spent | None = None
     loop: Loop | None = None
 
     def rung(self) -> RebuildPlan | None:
@@ -176,11 +188,13 @@ class Following:
         read: Callable[[], Pass],
         share: float,
         seconds: Callable[[], Taken],
+        spent: Spent | None = None,
     ) -> str | None:
         """Make a plan from a pass that followed none, or note which one it followed; a reason, if it missed.
 
         `calls`: all of the pass. `read()`: its sizes and prices, which take time to compute. `share`: what it
-        kept of plain PyTorch's bytes. `seconds()`: what the calls of its log took.
+        kept of plain PyTorch's bytes. `seconds()`: what the calls of its log took. `spent`: what its step is
+        going to take.
         """
         if not calls:
             return None
@@ -190,7 +204,10 @@ class Following:
             self._stray(known)
         elif entry is not None:
             missed = self._followed(known, entry, tuple(calls), share)
-            self._price_again(entry, tuple(calls), seconds)
+            if entry.made.calls == tuple(calls) == entry.plan.made_for.calls:
+                self._price_again(entry, seconds, spent)
+            elif entry.made.follows >= _MOST_FOLLOWS:
+                entry.made.again = None
             return missed
         elif self.whole:
             self._make(known, tuple(calls), read)
@@ -217,17 +234,30 @@ class Following:
         known.strays = 0
         return told
 
-    def _price_again(self, entry: _Entry, calls: tuple[Call, ...], seconds: Callable[[], Taken]) -> None:
-        """The pass that follows a new plan shows what its calls take where they are not the first."""
+    def _price_again(self, entry: _Entry, seconds: Callable[[], Taken], spent: Spent | None) -> None:
+        """The pass that follows a new plan shows what its calls take where they are not the first. The next
+        one shows, when it has ended, which share of its step the rebuilds take."""
         made = entry.made
-        if made.again is None or made.calls != calls or entry.plan.made_for.calls != calls:
-            made.again = made.again if made.follows < _MOST_FOLLOWS else None
+        if made.again is not None:
+            made.priced, made.again = made.again(seconds()), None
+            if made.priced is not None:
+                self._choose(entry, made.priced)
             return
-        passed, made.again = made.again(seconds()), None
-        if passed is not None:
-            full = plan(self.goal, passed)
-            made.settled = full.chosen.reached and not self.goal.promises_time
-            entry.plan, entry.places = full._replace(made_for=full.made_for.without_lines()), None
+        if made.priced is None:
+            return
+        share = None if made.spent is None else made.spent.share()
+        made.spent = spent
+        if share is None:
+            return
+        priced, planned, made.priced, made.spent = made.priced, entry.plan.chosen.overhead, None, None
+        if planned >= _LEAST_SHARE:
+            self._choose(entry, priced.rebuilding_in(min(max(share / planned, 1 / _WRONG), _WRONG)))
+
+    def _choose(self, entry: _Entry, passed: Pass) -> None:
+        """Choose another plan for the entry, from the same pass at other prices."""
+        full = plan(self.goal, passed)
+        entry.made.settled = full.chosen.reached and not self.goal.promises_time
+        entry.plan, entry.places = full._replace(made_for=full.made_for.without_lines()), None
 
     def _make(self, known: _Known, calls: tuple[Call, ...], read: Callable[[], Pass]) -> None:
         known.whole = max(known.whole - 1, 0)

@@ -26,7 +26,7 @@ from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.operators import OPERATORS, VARYING, Operator
 from leannorm.saving.plan import Call, Pass, Taken
-from leannorm.saving.plans import Following
+from leannorm.saving.plans import Following, Spent
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_plan import Way
 from leannorm.saving.shards import PLAIN, as_plain, has_ranks, local_of, shared_as, spec_of, storage_of
@@ -260,6 +260,12 @@ class RecordedPass:
         """What each call of the pass has taken."""
         seconds: Taken = self._pass.seconds()
         return seconds
+
+    @property
+    def spent(self) -> Spent | None:
+        """What the step is going to take, if the log measures that."""
+        spent: Spent | None = self._pass.spent()
+        return spent
 
     def forget(self) -> None:
         """Release what is only used to make a plan."""

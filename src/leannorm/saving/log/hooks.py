@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -336,7 +337,10 @@ def record_unpack(saved: Any) -> Tensor:
         return tensor
     assert log is not None
     with log, torch.no_grad(), beside():
+        start, dropped = perf_counter(), log.values[saved.value].state == DROPPED
         tensor = _rebuilt(saved, log)
+        if dropped and log.spent is not None:
+            log.spent.rebuilding += perf_counter() - start
         return tensor if saved.spec is None else PYTHON.shared(tensor, saved.spec)
 
 

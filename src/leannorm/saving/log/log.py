@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.saving.log.spent import Spent
 from leannorm.saving.log.tensors import Geometry, beside, counter_of, geometry_of, over, stream_of
 from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Policy, Read, Value, results_read
 
@@ -32,6 +33,7 @@ class Log:
         self.times: Any = None  # set if a plan is to be made from a pass
         self.seconds: dict[int, float] = {}  # by call what it took, once a pass with a goal is open
         self.measures = False  # whether an open pass has a goal, so that calls are timed
+        self.spent: Spent | None = None  # what the step takes, if so
         self.recorder: Any = None  # the mode that writes the log
         self.behind = -1  # torch's count of nodes when the log began within an operator that still runs
         self.subclasses = False  # whether there may be any, such as DTensors
@@ -67,6 +69,8 @@ class Log:
         of.alive -= 1
         of.alive_then -= backward_passes < of.backward_passes
         self.remove_reader(v)
+        if not self.alive and self.spent is not None:
+            self.spent.end()
 
     def remove_reader(self, v: int) -> None:
         """Count one reader of the value less, and free it after the last one."""

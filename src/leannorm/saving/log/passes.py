@@ -15,6 +15,7 @@ from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.plans import Follower, Times, reason_of, timeline_of
 from leannorm.saving.log.recorder import THREAD, Recorder, push, remove
 from leannorm.saving.log.rules import RULES, TABLE, VARYING, Row
+from leannorm.saving.log.spent import Spent
 from leannorm.saving.log.values import DROPPED, HELD, Policy, Value, Why
 
 
@@ -94,7 +95,8 @@ class RecordedPass:
             self.first_other = len(log.others)
             self.follower = Follower(ask, log.policy, self.first)
             self.follower.renew = self._renew
-            log.measures = log.measures or ask is not None
+            if ask is not None and not log.measures:
+                log.measures, log.spent = True, Spent()
             if ask is not None:
                 log.times = self.follower.times = Times() if log.times is None else log.times
             log.passes.append(self)
@@ -175,6 +177,8 @@ class RecordedPass:
         """End a step whose saved tensors are all freed, and begin another one in the same pass."""
         then, log, follower = self._noted, self.log, self.follower
         assert then is not None
+        if log.spent is not None:
+            log.spent.is_one = False
         way: Any = getattr(follower.ask, "__self__", None)
         held, dropped = then.saved.held, then.saved.dropped
         way.renew(held, dropped, then.places, then.timeline, self.seconds(), self.device())
@@ -220,6 +224,10 @@ class RecordedPass:
         """Of each call from the first one on, by name; 0: not known."""
         calls = enumerate(self.log.calls[self.first_call :], self.first_call)
         return [(call.rule.name, self.log.seconds.get(i, 0.0)) for i, call in calls]
+
+    def spent(self) -> Spent | None:
+        """What the step is going to take; None in a pass without a goal."""
+        return self.log.spent
 
     def calls(self) -> list[str]:
         return [call.rule.name for call in self.log.calls]
