@@ -313,19 +313,20 @@ def row_norm(
     backend = _serving(x)
     if backend is None or cast not in ("after", "before") or type(weight_offset) not in (float, int):
         return None
-    eps, usual = eps_of(x, eps), dim is None and weight_offset == 0 and cast == "after"
+    eps, before = eps_of(x, eps) if eps is None else eps, cast == "before"
     y: Maybe
+    if NODES is not None and not isinstance(backend, Aten):
+        by_triton = backend is TRITON_AS_GIVEN
+        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, by_triton)
+        if y is not None:
+            return y
+    usual = dim is None and weight_offset == 0 and not before
     if isinstance(backend, Aten) and not (rms and usual):
         start = x.dim() - len(shape)
         if not usual or start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
             return None
         made = by_torch.row_norm(x, None, weight, bias, Rows(start, x.dim(), eps, rms))
         return None if made is None else made[0]
-    if NODES is not None and not isinstance(backend, Aten):
-        form = shape, dim, rms, weight_offset, cast == "before"
-        y = NODES.row_norm(x, weight, bias, eps, *form, backend is TRITON_AS_GIVEN)
-        if y is not None:
-            return y
     first = -len(shape) if dim is None else dim
     start = first + x.dim() if first < 0 else first
     stop = start + len(shape)
@@ -336,9 +337,9 @@ def row_norm(
     for v in (weight, bias):
         if v is not None and not (v.shape == shape and v.is_floating_point()):
             return None
-    if cast == "before" and weight is not None and torch.promote_types(weight.dtype, x.dtype) != x.dtype:
+    if before and weight is not None and torch.promote_types(weight.dtype, x.dtype) != x.dtype:
         return None  # the output has the wider dtype
-    rows = Rows(start, stop, eps, rms, weight_offset, cast == "before")
+    rows = Rows(start, stop, eps, rms, weight_offset, before)
     try:
         if _recorded(x, weight, bias):
             y = apply_row_norm(x, None, None, None, None, weight, bias, None, RowCall(backend, rows))
