@@ -30,7 +30,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # must be set before the kernels are impor
 
 import torch
 
-from leannorm import nn
+from leannorm import functional, nn
 from leannorm.autograd import fast
 from leannorm.autograd.nodes import NODES
 from leannorm.ops import schema
@@ -38,7 +38,7 @@ from leannorm.ops.backends import CPU, TRITON, triton
 from leannorm.ops.backends.triton import launch
 
 CALLS = 100
-IMAGE, ROWS = (8, 16, 4, 4), (32, 64)
+IMAGE, ROWS, TOKENS = (8, 16, 4, 4), (32, 64), (4, 8, 64)
 LARGE = (8, 16, 4, 5)  # which is given the launches of a large input
 SEVERAL = "BatchNorm2d, several launches"
 MORE_LAUNCHES = 4  # that it takes, forward and backward (docs/gpu.md)
@@ -64,9 +64,56 @@ def behind_a_sum_by_torch() -> Call:
     return lambda x: torch.relu(layer(x) + residual)
 
 
+def over_channels_by_torch() -> Call:
+    layer = torch.nn.LayerNorm(16)
+    return lambda x: layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def modulation() -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale and a shift for each sample, as a network computes them: parts of one tensor."""
+    return torch.randn(TOKENS[0], 2 * 64, requires_grad=True).chunk(2, 1)
+
+
+def modulated() -> Call:
+    scale, shift = modulation()
+    return lambda x: functional.ada_layer_norm(x, (64,), scale, shift)
+
+
+def modulated_by_torch() -> Call:
+    scale, shift = modulation()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.layer_norm(x, (64,)) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+    return call
+
+
+def gated() -> Call:
+    layer, gate = nn.RMSNormGated(64), torch.randn(TOKENS, requires_grad=True)
+    return lambda x: layer(x, gate)
+
+
+def gated_by_torch() -> Call:
+    layer, gate = torch.nn.RMSNorm(64), torch.randn(TOKENS, requires_grad=True)
+    return lambda x: layer(x) * torch.nn.functional.silu(gate)
+
+
+def around_one() -> Call:
+    return nn.RMSNorm(64, weight_offset=1.0)
+
+
+def around_one_by_torch() -> Call:
+    weight = torch.nn.Parameter(torch.zeros(64))
+    return lambda x: torch.rms_norm(x, (64,)) * (1 + weight)
+
+
 LAYERS = {
     "LayerNorm": Case(lambda: nn.LayerNorm(64), lambda: torch.nn.LayerNorm(64), ROWS),
     "RMSNorm": Case(lambda: nn.RMSNorm(64), lambda: torch.nn.RMSNorm(64), ROWS),
+    "RMSNorm, 1 + weight": Case(around_one, around_one_by_torch, ROWS),
+    "LayerNorm, dim=1": Case(lambda: nn.LayerNorm(16, dim=1), over_channels_by_torch, IMAGE),
+    "ada_layer_norm": Case(modulated, modulated_by_torch, TOKENS),
+    "RMSNormGated": Case(gated, gated_by_torch, TOKENS),
     "BatchNormAct2d, residual": Case(behind_a_sum, behind_a_sum_by_torch, IMAGE),
     "BatchNorm2d": Case(lambda: nn.BatchNorm2d(16), lambda: torch.nn.BatchNorm2d(16), IMAGE),
     SEVERAL: Case(lambda: nn.BatchNorm2d(16), lambda: torch.nn.BatchNorm2d(16), LARGE),

@@ -6,23 +6,13 @@
 // built for (autograd/nodes.py checks before loading it); without it fast.py does the same in Python. Each function
 // returns None for an unusual call and for one that the kernel rejects: then nothing has been written.
 #include "../activation.h"
-#include "norms.h"
 #include "record/pass.h"
+#include "rows.h"
 
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
 namespace leannorm {
 namespace {
-
-// The node of a call on x, weight, bias and a residual if there is one, which autograd records.
-template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual = {}) {
-  using torch::autograd::collect_next_edges;
-  auto node = new_node<Kind, decltype(torch::autograd::Edge().function)>();
-  node->set_next_edges(residual.defined() ? collect_next_edges(x, weight, bias, residual) : collect_next_edges(x, weight, bias));
-  node->has_bias = bias.defined();
-  return node;
-}
 
 // Whether the output of this activation determines its derivative.
 bool from_output(const std::string& act) {
@@ -123,42 +113,6 @@ PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   END_HANDLE_TH_ERRORS
 }
 
-Tensor row_norm(const Given& of, int64_t start, bool rms) {
-  static const Operator forward("row_forward");
-  const auto& [x, weight, bias, eps, by_triton, records] = of;
-  Stack stack = stack_of(x, Tensor(), weight, bias, start, x.dim(), eps, rms, 0.0, false, Tensor(), Tensor());
-  if (!forward.taken(stack, by_triton)) return {};
-  Tensor y = tensor(stack, 0);
-  if (!records) return y;
-  const auto node = node_of<RowNorm>(x, weight, bias);
-  node->save(kX, x);
-  if (!rms || by_triton) node->save(kMean, tensor(stack, 2));  // otherwise zeros would be one more launch
-  node->save(kRstd, tensor(stack, 3));
-  node->save(kWeight, weight);
-  node->by_triton = by_triton, node->start = start, node->stop = x.dim(), node->eps = eps, node->rms = rms;
-  torch::autograd::set_history(y, node);
-  return y;
-}
-
-// row_norm(x, weight, bias, eps, shape, rms, by_triton)
-PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  Given given;
-  PyObject* const shape = arguments[4];
-  if (count != 7 || !given.read_from(arguments, count) || !PyTuple_Check(shape)) Py_RETURN_NONE;
-  const auto& [x, weight, bias, eps, by_triton, records] = given;
-  const int64_t axes = PyTuple_GET_SIZE(shape), start = x.dim() - axes;
-  if (start < 0 || axes == 0 || !(eps >= 0) || !given.alike()) Py_RETURN_NONE;
-  for (int64_t i = 0, size; i < axes; ++i)
-    if (!read(PyTuple_GET_ITEM(shape, i), size) || x.size(start + i) != size) Py_RETURN_NONE;
-  const auto sizes = x.sizes().slice(start);
-  if (weight.defined() && !(weight.sizes() == sizes && weight.is_floating_point())) Py_RETURN_NONE;
-  if (bias.defined() && bias.sizes() != sizes) Py_RETURN_NONE;
-  const bool rms = arguments[5] == Py_True;
-  return result([&] { return row_norm(given, start, rms); });
-  END_HANDLE_TH_ERRORS
-}
-
 // storage(tensor): where its storage is, and its bytes.
 PyObject* storage(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
@@ -188,6 +142,8 @@ PyMethodDef functions[] = {
     {"channel_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_channel_norm)), METH_FASTCALL, nullptr},
     {"evaluation", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_evaluation)), METH_FASTCALL, nullptr},
     {"row_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_row_norm)), METH_FASTCALL, nullptr},
+    {"modulated", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_modulated)), METH_FASTCALL, nullptr},
+    {"gated_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_gated_norm)), METH_FASTCALL, nullptr},
     {"storage", &storage, METH_O, nullptr},
     {"is_watched", &watched, METH_NOARGS, nullptr},
     {nullptr}};
@@ -232,7 +188,8 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
   const auto module = py::reinterpret_steal<py::module_>(PyModule_Create(&definition));
   if (!module || !add_class<ChannelNorm>(module.ptr(), "torch.autograd.function.ChannelNormBackward") ||
       !add_class<ChannelAffine>(module.ptr(), "torch.autograd.function.ChannelAffineBackward") ||
-      !add_class<RowNorm>(module.ptr(), "torch.autograd.function.RowNormBackward"))
+      !add_class<RowNorm>(module.ptr(), "torch.autograd.function.RowNormBackward") ||
+      !add_class<GatedNorm>(module.ptr(), "torch.autograd.function.GatedNormBackward"))
     return nullptr;
   add_settings(module), recording::add_record(module);
   return module.inc_ref().ptr();

@@ -1,8 +1,10 @@
-// The autograd nodes of norms: what they save, and their backward pass, by kernels or by Python.
+// The autograd nodes of per-channel norms, and what all nodes have in common: what they save, and their backward pass, by
+// kernels or by Python.
 #pragma once
 
 #include "calls.h"
 
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
@@ -19,7 +21,7 @@ inline PyObject* by_python = nullptr;  // fast.py's backward pass, for everythin
 enum Saved { kX, kMean, kRstd, kWeight, kBias, kResidual, kOut, kSaved };
 using Tensors = std::array<Tensor, kSaved>;
 
-// What the three nodes have in common: saved tensors, and a backward pass by kernels or by Python.
+// What the nodes have in common: saved tensors, and a backward pass by kernels or by Python.
 struct Direct : Node {
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
@@ -92,6 +94,15 @@ struct Direct : Node {
   }
 };
 
+// The node of a call on these three tensors, and a residual if there is one, which autograd records.
+template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual = {}) {
+  using torch::autograd::collect_next_edges;
+  auto node = new_node<Kind, decltype(torch::autograd::Edge().function)>();
+  node->set_next_edges(residual.defined() ? collect_next_edges(x, weight, bias, residual) : collect_next_edges(x, weight, bias));
+  node->has_bias = bias.defined();
+  return node;
+}
+
 // dy in the layout of x, which is dense.
 inline Tensor like(const Tensor& x, const Tensor& dy) {
   const Tensor same = dy.scalar_type() == x.scalar_type() ? dy : dy.to(x.scalar_type());
@@ -154,30 +165,6 @@ struct ChannelAffine final : Direct {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
     args.collect(int64_t(layout));
-  }
-};
-
-struct RowNorm final : Direct {
-  int64_t start, stop;
-  double eps;
-  bool rms;
-
-  std::string name() const override { return "RowNormBackward"; }
-  py::tuple how() const override { return py::make_tuple(by_triton, has_bias, start, stop, eps, rms); }
-  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
-    static const Operator backward("row_backward");
-    const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
-    Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
-                           needs(1) || needs(2), needs(2), 0.0, Tensor(), Tensor(), Tensor());
-    if (!backward(stack, by_triton)) return {};
-    return gradients_in(stack);
-  }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    Direct::compiled_args(args);
-    args.collect(start);
-    args.collect(stop);
-    args.collect(eps);
-    args.collect(rms);
   }
 };
 

@@ -12,9 +12,10 @@ import warnings
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[i]) for i in (2, 1, 0)]
 
 import torch  # noqa: E402
+from more_inputs import Gated, Modulated, Summed  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import leannorm  # noqa: E402
@@ -271,18 +272,8 @@ def hooks() -> None:
     assert not PUBLIC
 
 
-class Summed(torch.nn.Module):
-    """A batch norm, plus a residual, through an activation."""
-
-    def __init__(self, act: str, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.norm, self.residual = nn.BatchNormAct2d(8, act=act), torch.nn.Parameter(torch.randn(shape))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x, self.residual)
-
-
-_IMAGES, _TOKENS = (4, 8, 6, 6), (40, 64)
+IN_CPP = Summed, Modulated, Gated  # which the functions in Python pass to no tape
+_IMAGES, _TOKENS, _SAMPLES = (4, 8, 6, 6), (40, 64), (5, 8, 64)
 USUAL = [  # layers, and the shape of what they are called with
     (lambda: nn.BatchNorm2d(8), _IMAGES),
     (lambda: nn.BatchNormAct2d(8, act="silu"), (64, 8, 64, 64)),
@@ -291,7 +282,12 @@ USUAL = [  # layers, and the shape of what they are called with
     (lambda: nn.InstanceNorm2d(8), _IMAGES),
     (lambda: nn.LayerNorm(64), _TOKENS),
     (lambda: nn.RMSNorm(64), _TOKENS),
-    (lambda: Summed("relu", _IMAGES), _IMAGES),
+    (lambda: nn.RMSNorm(64, weight_offset=1.0, cast="before"), _TOKENS),
+    (lambda: nn.LayerNorm(8, dim=1), _IMAGES),
+    (lambda: Modulated(64, 5), _SAMPLES),
+    (lambda: Modulated(64, 5, 8), _SAMPLES),
+    (lambda: Gated(*_SAMPLES), _SAMPLES),
+    (lambda: Summed("relu", 8), _IMAGES),
 ]
 
 
@@ -311,14 +307,14 @@ def layers() -> None:
     entered, quick = [], launch._current_device
     made = [
         *USUAL,
-        (lambda: Summed("silu", (64, 8, 64, 64)), (64, 8, 64, 64)),
+        (lambda: Summed("silu", 8), (64, 8, 64, 64)),
     ]
     for nodes in dict.fromkeys((fast.NODES, None)):
         fast.NODES = autograd_channel.NODES = nodes
         for (make, shape), offset in itertools.product(made, (0, 1)):
             tape.forget()
             layer = make()
-            if nodes is None and isinstance(layer, Summed):  # which the function in Python passes to no tape
+            if nodes is None and isinstance(layer, IN_CPP):
                 continue
             x, dy = (torch.randn(torch.Size(shape).numel() + offset)[offset:].view(shape) for _ in range(2))
             given = [x.requires_grad_(), dy, *layer.parameters(), *layer.buffers()]

@@ -144,7 +144,9 @@ class Counted(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        silent = "empty" in func.__name__ or func.__name__.startswith(("detach", "promote_types"))
+        silent = "empty" in func.__name__ or func.__name__.startswith(
+            ("detach", "promote_types", "_unsafe_view")
+        )
         if not (func.is_view or silent):
             self.seen.append(func.__name__)
         return func(*args, **(kwargs or {}))

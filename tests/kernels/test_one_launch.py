@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -39,7 +40,8 @@ ONE = [  # channels, side, contiguous
     *((c, n, True) for c, n in ((128, 28), (256, 14), (512, 14), (512, 7), (2048, 7))),
     *((c, n, False) for c, n in ((512, 14), (512, 7), (2048, 7))),
 ]
-SEVERAL = [(64, 112, True), (256, 28, True), (64, 56, False), (128, 28, False), (1024, 14, False)]
+SEVERAL = [(64, 112, True), (256, 28, True), (64, 56, False), (128, 28, False), (256, 14, False)]
+SEVERAL += [(1024, 14, False)]
 
 
 @pytest.mark.parametrize(("channels", "side", "contiguous"), ONE)
@@ -59,6 +61,21 @@ def test_small_planes_of_many_channels_take_one_launch(channels, side, contiguou
 @pytest.mark.parametrize(("channels", "side", "contiguous"), SEVERAL)
 def test_large_planes_and_few_channels_take_several(channels, side, contiguous):
     assert planned((128, channels, side, side), contiguous).sets is None
+
+
+@pytest.mark.parametrize(("channels", "side", "programs", "longer"), [(64, 56, 8, 368), (256, 14, 32, 18)])
+def test_what_one_launch_of_few_channels_would_wait(channels, side, programs, longer):
+    """In channels_last, as the docstring of the rule says."""
+    from leannorm.ops.backends.triton import tiling
+
+    geometry = tiling.geometry((128, channels, side, side), 0, contiguous=False)
+    sets = tiling.set_tiling(geometry, 2, H200)
+    assert sets.programs(geometry) == programs
+    of_sets = sets, sets.tiles(geometry), programs
+    assert tiling.more_rounds(*of_sets, 2, H200, tiling.DEFAULT) == longer > tiling.DEFAULT.rounds
+    said = " ".join(tiling.__doc__.split())
+    assert re.search(rf"\b{programs}\b[^.]* 128×{channels}×{side}²", said)
+    assert re.search(rf"\b{longer} rounds longer", said)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -266,6 +283,74 @@ def test_groups_side_by_side_read_whole_sectors(monkeypatch):
     monkeypatch.setattr(channel, "processors", lambda device: H200)
     found = Traffic(monkeypatch).of(monkeypatch, lambda: channel.channel_forward(*arguments), x=call.x)
     assert found.sectors == found.all
+
+
+@pytest.mark.parametrize("kept", [520, 640, 768, 1024, 1152, 1280, 1536, 2048, 3072, 4096])
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+def test_rows_that_leave_lanes_idle_have_as_many_bytes_on_their_way(kept, shared):
+    """As rows that fill their tile have: 64 KB of dy and x for each multiprocessor, where they fit."""
+    from leannorm.ops.backends.triton import row_tiles
+
+    how = row_tiles.backward(kept, 1, 2, 2, shared)
+    assert how is not None
+    loading = how.programs * (how.stages - 1) * how.tile.rows * kept * 2 * 2
+    assert (
+        loading >= 64 << 10
+        or how.stages == 5
+        or how.programs * how._replace(stages=how.stages + 1).shared(2, 2) > shared
+    )
+    assert how.stages == 3 or how.programs * how.shared(2, 2) <= shared
+    assert (how.stages == 3) == (kept == how.tile.block) or shared < 163 << 10
+
+
+@interpreted
+def test_the_backward_pass_reads_each_row_once_and_a_groups_line_once_a_program(monkeypatch):
+    """Three sizes of the input in whole sectors, a scale and two sums for each program, and their sum."""
+    from leannorm.ops.backends.triton import rows, shares, tape
+
+    groups, length, kept = 3, 40, 576
+    shape = groups * length, kept
+    x, dy = (torch.randn(shape).bfloat16() for _ in range(2))
+    scale = torch.randn(groups, kept)
+    mean, rstd = torch.randn(shape[0], 1), torch.rand(shape[0], 1)
+    given = dy, None, x, mean, rstd, scale, 1, 2, False, True, True, 1.0
+    want = rows.row_backward(*given)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        traffic = Traffic(patch)
+        traffic.tensors = {n: (t.data_ptr(), t) for n, t in (("x", x), ("dy", dy), ("scale", scale))}
+        made = rows.empty_like
+
+        def noted(t):
+            new = made(t)
+            traffic.tensors["dx"] = new.data_ptr(), new
+            return new
+
+        def one(kernel, programs, *more, **constants):
+            traffic.launches.append(defaultdict(list))
+            seen.append((kernel.__name__, programs))
+            run(kernel, programs, *more, **constants)
+
+        run = rows.launch
+        patch.setattr(rows, "empty_like", noted)
+        for module in (rows, shares):
+            patch.setattr(module, "launch", one)
+        patch.setattr(rows, "processors", lambda device: 2)
+        tape.forget()
+        got = rows.row_backward(*given)
+    tape.forget()
+    torch.testing.assert_close(got, want)
+    (_, programs), *others = seen
+    assert seen == [("backward_tile", programs), *others]
+    assert [name for name, _ in others] == ["sum_shares"]
+    assert groups < programs < groups * length
+    moved = {name: np.concatenate(parts) for name, parts in traffic.launches[0].items()}
+    for name in ("x", "dy", "dx"):
+        assert len(np.unique(moved[name])) * 2 == len(moved[name]) * 2 == x.nbytes, name
+        for part in traffic.launches[0][name]:  # of each load: only whole sectors
+            assert len(np.unique(part // SECTOR)) * SECTOR == len(part) * 2
+    assert len(moved["scale"]) == programs * kept
+    assert not set(traffic.launches[1]) & {"x", "dy", "dx"}
 
 
 @interpreted

@@ -53,7 +53,10 @@ LAYERS = {
     "layer": (lambda: nn.LayerNorm((5, 3)), IMAGE),
     "layer, no bias": (lambda: nn.LayerNorm(3, bias=False), IMAGE),
     "layer, no affine": (lambda: nn.LayerNorm(3, elementwise_affine=False), IMAGE),
+    "layer, dim=1": (lambda: nn.LayerNorm(8, dim=1), IMAGE),
     "rms": (lambda: nn.RMSNorm(3), IMAGE),
+    "rms, 1 + weight": (lambda: nn.RMSNorm(3, weight_offset=1.0), IMAGE),
+    "rms, dim=-3, cast": (lambda: nn.RMSNorm(8, dim=-3, cast="before"), IMAGE),
 }
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LAYOUTS = {
@@ -103,7 +106,7 @@ def test_the_same_bits(name, dtype, layout, monkeypatch):
     make, shape = LAYERS[name]
     x, dy = LAYOUTS[layout](torch.randn(shape).to(dtype)), torch.randn(shape).to(dtype)
     ours, node = outcome(trained(make, dtype), x, dy)
-    assert is_fast(node) == (layout != "strided" or name[:5] in ("layer", "rms"))
+    assert is_fast(node) == (layout != "strided" or name.startswith(("layer", "rms")))
     whole_way(monkeypatch)
     others, node = outcome(trained(make, dtype), x, dy)
     assert not is_fast(node)

@@ -77,3 +77,15 @@ def test_kept_are_input_gate_and_one_statistic_a_row():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         functional.gated_rms_norm(x, gate, (C,), weight)
     assert sorted(t.numel() for t in kept) == [N, C, N * C, N * C]
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_the_output_may_be_edited(affine):
+    """As that of torch's operators: a function's output that is a view may not."""
+    x, gate = (torch.randn(N, L, C, requires_grad=True) for _ in range(2))
+    weight = torch.ones(C) if affine else None
+    plain = torch.autograd.grad(functional.gated_rms_norm(x, gate, (C,), weight).sum() * 2, (x, gate))
+    y = functional.gated_rms_norm(x, gate, (C,), weight)
+    edited = torch.autograd.grad(y.mul_(2).sum(), (x, gate))
+    for a, b in zip(edited, plain, strict=True):
+        torch.testing.assert_close(a, b)

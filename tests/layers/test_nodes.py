@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from more_inputs import Gated, Modulated, Summed
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,21 +25,10 @@ from leannorm.report.info import installation
 SHAPE = (6, 4, 5, 3)
 
 
-class Summed(torch.nn.Module):
-    """A batch norm, plus a residual, through an activation."""
-
-    def __init__(self, act):
-        super().__init__()
-        self.norm = nn.BatchNormAct2d(4, act=act)
-
-    def forward(self, x):
-        return self.norm(x, x.flip(0))
-
-
 LAYERS = {
-    "batch, residual": lambda: Summed("identity"),
-    "batch, residual, act by output": lambda: Summed("relu"),
-    "batch, residual, act": lambda: Summed("silu"),
+    "batch, residual": lambda: Summed("identity", 4),
+    "batch, residual, act by output": lambda: Summed("relu", 4),
+    "batch, residual, act": lambda: Summed("silu", 4),
     "batch": lambda: nn.BatchNorm2d(4),
     "batch, act": lambda: nn.BatchNormAct2d(4, act="silu"),
     "evaluation": lambda: nn.BatchNorm2d(4).eval(),
@@ -49,7 +39,17 @@ LAYERS = {
     "group": lambda: nn.GroupNorm(2, 4),
     "instance": lambda: nn.InstanceNorm2d(4),
     "layer": lambda: nn.LayerNorm(3),
+    "layer, dim=1": lambda: nn.LayerNorm(4, dim=1),
     "rms": lambda: nn.RMSNorm(3),
+    "rms, 1 + weight": lambda: nn.RMSNorm(3, weight_offset=1.0),
+    "rms, dim=-3, cast": lambda: nn.RMSNorm(4, dim=-3, cast="before"),
+    "modulated": lambda: Modulated(3, 6),
+    "modulated, middle axis": lambda: Modulated(3, 6, 4, 1),
+    "modulated, no shift": lambda: Modulated(3, 1, shifts=False),
+    "modulated, tokens": lambda: Modulated(3, 6, 4, 5),
+    "modulated, rms": lambda: Modulated(3, 6, 4, rms=True),
+    "gated": lambda: Gated(*SHAPE),
+    "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
 }
 built = pytest.mark.skipif(nodes.NODES is None, reason=str(nodes.WHY_NOT))
 each_layer = pytest.mark.parametrize("name", LAYERS)

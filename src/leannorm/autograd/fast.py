@@ -7,28 +7,28 @@ strides, dtypes, devices and settings took the full path before, and repeats tha
 calls the result is None, and the caller takes the full path: it checks every rule, raises the error if one is
 broken, and picks a backend. Both paths use the same functions and operators and give the same bits.
 
-If the autograd nodes in C++ are built (`nodes.py`), they replace `ChannelNorm`, `ChannelAffine` and
-`RowNorm`: same names, same saved tensors, which hooks see in the same order. They have the conditions of
-`usual_call`, and leave recorded backward passes to the functions in Python.
+If the autograd nodes in C++ are built (`nodes.py`), they replace `ChannelNorm`, `ChannelAffine`, `RowNorm`
+and `GatedNorm`: same names, same saved tensors, which hooks see in the same order. They have the conditions
+of `usual_call`, and leave recorded backward passes to the functions in Python (`by_python.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from math import isfinite
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import has_torch_function_variadic
 
 from leannorm._types import Epilogue, Maybe, Rows, Running
 from leannorm.autograd import by_torch
+from leannorm.autograd.by_python import backward_of_node
 from leannorm.autograd.channel import ChannelAffine, ChannelCall, ChannelNorm, apply_affine, apply_norm
+from leannorm.autograd.gated import GatedNorm, RowCall
 from leannorm.autograd.nodes import NODES
-from leannorm.autograd.rows import RowCall, RowNorm, apply_row_norm
+from leannorm.autograd.rows import RowNorm, apply_row_norm
 from leannorm.autograd.sync import Sharing, may_be_repeated
 from leannorm.distributed.membership import sharing_group
 from leannorm.ops import select
@@ -51,8 +51,6 @@ from leannorm.ops.modes import recording, traced
 from leannorm.ops.running import frozen
 from leannorm.ops.select import AUTO, picks_aten, picks_cpu, picks_triton
 
-# the numbering that C++ uses
-_LAYOUTS = {0: torch.contiguous_format, 2: torch.channels_last, 3: torch.channels_last_3d}
 _DTYPES, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 # looked up once: small calls use them every time
@@ -295,36 +293,53 @@ def _of_channels(vector: Tensor, channels: int) -> bool:
     return strided and vector.dtype in _DTYPES and vector.shape == (channels,)
 
 
+def eps_of(x: Tensor, eps: float | None) -> float:
+    """The eps of an RMS norm, for which None is the machine epsilon of the arithmetic."""
+    return eps if eps is not None else _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
+
+
 def row_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Sequence[int],
+    eps: float | None,
+    rms: bool,
+    dim: int | None = None,
+    weight_offset: float = 0.0,
+    cast: str = "after",
 ) -> Tensor | None:
-    """`RowNorm` over the last axes."""
+    """`RowNorm` over the last axes, or over the axis `dim`."""
     backend = _serving(x)
-    if backend is None:
+    if backend is None or cast not in ("after", "before") or type(weight_offset) not in (float, int):
         return None
-    if eps is None:
-        eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
+    eps, before = eps_of(x, eps) if eps is None else eps, cast == "before"
     y: Maybe
-    if isinstance(backend, Aten) and not rms:
+    if NODES is not None and not isinstance(backend, Aten):
+        by_triton = backend is TRITON_AS_GIVEN
+        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, by_triton)
+        if y is not None:
+            return y
+    usual = dim is None and weight_offset == 0 and not before
+    if isinstance(backend, Aten) and not (rms and usual):
         start = x.dim() - len(shape)
-        if start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
+        if not usual or start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
             return None
         made = by_torch.row_norm(x, None, weight, bias, Rows(start, x.dim(), eps, rms))
         return None if made is None else made[0]
-    if NODES is not None and not isinstance(backend, Aten):
-        y = NODES.row_norm(x, weight, bias, eps, shape, rms, backend is TRITON_AS_GIVEN)
-        if y is not None:
-            return y
-    stop = x.dim()
-    start = stop - len(shape)
-    if not (eps >= 0 and 0 <= start < stop and x.shape[start:] == shape):
+    first = -len(shape) if dim is None else dim
+    start = first + x.dim() if first < 0 else first
+    stop = start + len(shape)
+    if not (eps >= 0 and 0 <= start < stop and x.shape[start:stop] == shape and isfinite(weight_offset)):
         return None
-    if not usual_call(x, weight, bias, dense=False):
+    if not (usual_call(x, weight, bias, dense=False) and (dim is None or len(shape) == 1)):
         return None
     for v in (weight, bias):
         if v is not None and not (v.shape == shape and v.is_floating_point()):
             return None
-    rows = Rows(start, stop, eps, rms)
+    if before and weight is not None and torch.promote_types(weight.dtype, x.dtype) != x.dtype:
+        return None  # the output has the wider dtype
+    rows = Rows(start, stop, eps, rms, weight_offset, before)
     try:
         if _recorded(x, weight, bias):
             y = apply_row_norm(x, None, None, None, None, weight, bias, None, RowCall(backend, rows))
@@ -334,47 +349,38 @@ def row_norm(
         return None
 
 
-def call_of(node: Any) -> Any:
-    """The call that made a node of `ChannelNorm`, `ChannelAffine` or `RowNorm`, in Python or in C++."""
-    of: Any = type(node)
-    return node.call if issubclass(of, BackwardCFunction) else _call(of.__name__, node._saved_how)
+def modulated(
+    x: Tensor, scale: Tensor, shift: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
+) -> Tensor | None:
+    """`RowNorm` with a scale and a shift, and without a weight; only in C++."""
+    backend = None if NODES is None else _serving(x)
+    if backend is None or isinstance(backend, Aten):
+        return None
+    y: Maybe = NODES.modulated(x, scale, shift, eps_of(x, eps), shape, rms, backend is TRITON_AS_GIVEN)
+    return y
 
 
-def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
-    """The call of a node in C++, which stores it."""
-    by_triton, has_bias, *settings = saved_call
-    backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
-    if name == "RowNormBackward":
-        return RowCall(backend, Rows(*settings))
-    if name == "ChannelAffineBackward":
-        return ChannelCall(backend, settings[0], has_bias=has_bias)
-    act, eps, groups, has_residual = settings
-    of_all = backend.whole if has_residual else backend  # the verbs of `AsGiven` take none
-    return ChannelCall(of_all, act, eps, groups, has_bias=has_bias)
-
-
-def _backward_of_node(
-    name: str, saved: list[Maybe], needed: tuple[bool, ...], saved_call: tuple[Any, ...], dy: Tensor
-) -> tuple[Maybe, ...]:
-    """The backward pass of a node in C++, by the Python function that it replaces."""
-    x, mean, rstd, weight, bias, residual, out = saved
-    need_x, need_weight, need_bias, need_residual = needed
-    ctx = SimpleNamespace(call=_call(name, saved_call))
-    if name == "RowNormBackward":
-        ctx.saved_tensors = x, mean, rstd, weight, *(None,) * 5
-        ctx.needs_input_grad = need_x, *(False,) * 4, need_weight, need_bias, False, False
-        dx, *_, dweight, dbias, _, _ = RowNorm.backward(ctx, dy)
-        return dx, dweight, dbias
-    ctx.saved_tensors = x, mean, rstd, weight, bias, residual, out, None, None
-    ctx.needs_input_grad = need_x, need_weight, need_bias, need_residual, False
-    if name == "ChannelAffineBackward":
-        ctx.layout = _LAYOUTS[saved_call[-1]]
-        return ChannelAffine.backward(ctx, dy)[:3]
-    return ChannelNorm.backward(ctx, dy)[:4]
+def gated_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    shape: Sequence[int],
+    eps: float | None,
+    act: str,
+    norm_before_gate: bool,
+    cast: str,
+) -> Tensor | None:
+    """`GatedNorm` with a weight; only in C++."""
+    backend = None if NODES is None else _serving(x)
+    if backend is None or isinstance(backend, Aten) or cast not in ("after", "before"):
+        return None
+    how = act, bool(norm_before_gate), cast == "before", backend is TRITON_AS_GIVEN
+    y: Maybe = NODES.gated_norm(x, gate, weight, eps_of(x, eps), shape, *how)
+    return y
 
 
 if NODES is not None:
-    NODES.set_backward(_backward_of_node)
+    NODES.set_backward(backward_of_node)
     hand_over(NODES, (*FORWARD, *BACKWARD, EVALUATE), INTERPRETED)
-    for _function in (ChannelNorm, ChannelAffine, RowNorm):
+    for _function in (ChannelNorm, ChannelAffine, RowNorm, GatedNorm):
         torch.autograd.graph.Node.register(getattr(NODES, f"{_function.__name__}Backward"))

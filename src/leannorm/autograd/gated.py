@@ -1,17 +1,28 @@
-"""RMS norm with a gate of the input's shape as an autograd function: what it saves, and its backward pass."""
+"""RMS norm with a gate of the input's shape as an autograd function: what it saves, and its backward pass.
+
+Here is also what the functions of all row norms know of their call.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leannorm._types import KeptByGatedNorm, Rows
 from leannorm.autograd.channel import applied_directly, twice_differentiable
-from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import recorded, traced
 from leannorm.ops.select import pick, transformed
+
+
+class RowCall(NamedTuple):
+    """The arguments of a row norm that are not tensors; `wide` as in `ChannelCall`."""
+
+    backend: Backend
+    rows: Rows
+    wide: torch.dtype | None = None
 
 
 class GatedNorm(torch.autograd.Function):
@@ -21,15 +32,14 @@ class GatedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, rows: Rows) -> Tensor:
-        ctx.backend = pick(x, gate, weight)
-        y, rstd = ctx.backend.row_gated_forward(x, gate, weight, rows)
+        ctx.call = RowCall(pick(x, gate, weight), rows)
+        y, rstd = ctx.call.backend.row_gated_forward(x, gate, weight, rows)
         ctx.save_for_backward(*KeptByGatedNorm(x, gate, rstd, weight))
-        ctx.rows = rows
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept, rows, backend = KeptByGatedNorm(*ctx.saved_tensors), ctx.rows, ctx.backend
+        kept, (backend, rows, _) = KeptByGatedNorm(*ctx.saved_tensors), ctx.call
         if twice_differentiable():
             backend = REFERENCE
             _, rstd = REFERENCE.row_gated_forward(kept.x, kept.gate, None, rows._replace(cast_before=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +10,12 @@ from torch import Tensor
 from leannorm._types import KeptByRowNorm, Maybe, Rows, RowTensors
 from leannorm.autograd import by_torch
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
-from leannorm.autograd.gated import gated_norm
+from leannorm.autograd.gated import RowCall, gated_norm
 from leannorm.ops.backends import ATEN, REFERENCE, Backend
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded, traced
 from leannorm.ops.precision import compute_dtype
 from leannorm.ops.select import pick, transformed
-
-
-class RowCall(NamedTuple):
-    """The arguments of a row norm that are not tensors; `wide` as in `ChannelCall`."""
-
-    backend: Backend
-    rows: Rows
-    wide: torch.dtype | None = None
 
 
 def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
+from leannorm.autograd import fast
 from leannorm.functional.door import public, run
 from leannorm.functional.rows import dtype_of_cast, normalized_rows
 from leannorm.ops.activation import lists_activations
@@ -46,5 +48,10 @@ def gated_rms_norm(
     >>> F.gated_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0, 2.0]]), (2,), act="relu", eps=0.0)
     tensor([[0.0000, 2.2627]])
     """
+    if weight is not None and not has_torch_function_variadic(input, gate, weight):
+        how = eps, act, norm_before_gate, cast
+        y = fast.gated_norm(input, gate, weight, normalized_shape, *how)
+        if y is not None:
+            return y
     values = input, gate, normalized_shape, weight, eps, act, norm_before_gate, cast
     return run(gated_rms_norm, values)

@@ -54,9 +54,8 @@ def layer_norm(
     tensor([[-1.,  1.],
             [-1.,  1.]])
     """
-    plain = dim is None and mask is None and lengths is None
-    if plain and not has_torch_function_variadic(input, weight, bias):
-        y = fast.row_norm(input, weight, bias, normalized_shape, eps, rms=False)
+    if mask is None and lengths is None and not has_torch_function_variadic(input, weight, bias):
+        y = fast.row_norm(input, weight, bias, normalized_shape, eps, False, dim)
         if y is not None:
             return y
     return run(layer_norm, (input, normalized_shape, weight, bias, eps, dim, mask, lengths))
@@ -97,9 +96,8 @@ def rms_norm(
     >>> F.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
     tensor([[3., 4.]])
     """
-    plain = dim is None and mask is None and lengths is None and weight_offset == 0 and cast == "after"
-    if plain and not has_torch_function_variadic(input, weight):
-        y = fast.row_norm(input, weight, None, normalized_shape, eps, rms=True)
+    if mask is None and lengths is None and not has_torch_function_variadic(input, weight):
+        y = fast.row_norm(input, weight, None, normalized_shape, eps, True, dim, weight_offset, cast)
         if y is not None:
             return y
     return run(rms_norm, (input, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths))

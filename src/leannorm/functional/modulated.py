@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
+from leannorm.autograd import fast
 from leannorm.functional.door import public, run
 from leannorm.functional.rows import normalized_rows
 
@@ -42,6 +44,11 @@ def ada_layer_norm(
     >>> F.ada_layer_norm(x, (8,), scale, shift).eq(1).all().item()
     True
     """
+    plain = weight is None and bias is None
+    if plain and not has_torch_function_variadic(input, scale, shift):
+        y = fast.modulated(input, scale, shift, normalized_shape, eps, rms=False)
+        if y is not None:
+            return y
     return run(ada_layer_norm, (input, normalized_shape, scale, shift, eps, weight, bias))
 
 
@@ -71,6 +78,10 @@ def ada_rms_norm(
     >>> torch.allclose(F.ada_rms_norm(x, (8,), scale), 2 * F.rms_norm(x, (8,)))
     True
     """
+    if weight is None and not has_torch_function_variadic(input, scale, shift):
+        y = fast.modulated(input, scale, shift, normalized_shape, eps, rms=True)
+        if y is not None:
+            return y
     return run(ada_rms_norm, (input, normalized_shape, scale, eps, weight, shift))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._types import Maybe, Rows, RowTensors
+from leannorm.autograd.fast import eps_of
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments
@@ -21,8 +22,6 @@ from leannorm.functional.shards import by_row, modulation
 from leannorm.functional.valid import UNMASKED, Masking, masking_of, valid_positions
 from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.plan import row_statistics_shape
-
-_EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
 def dtype_of_cast(call: Arguments) -> torch.dtype:
@@ -36,7 +35,7 @@ def dtype_of_cast(call: Arguments) -> torch.dtype:
 
 def normalized_rows(call: Arguments) -> Any:
     """y, and of a function that takes a residual also x + gate * residual."""
-    get, x, weight, bias, eps = call.get, call["input"], call["weight"], call.get("bias"), call["eps"]
+    get, x, weight, bias = call.get, call["input"], call["weight"], call.get("bias")
     added, act, first = "branch" if "branch" in call else "residual", get("act"), True
     tensors = RowTensors(x, get(added), get("gate"), get("scale"), get("shift"), weight, bias)
     offset, before = 0.0, False
@@ -49,8 +48,6 @@ def normalized_rows(call: Arguments) -> Any:
         offset, before = float(get("weight_offset", 0.0)), call["cast"] == "before"
     if tensors.scale is not None and weight is None and bias is None:  # then the scale is the weight
         offset = 1.0
-    if eps is None:
-        eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     shape, dim, exported = tuple(call["normalized_shape"]), get("dim"), exporting()
     if exported:  # no size may be read
         start = x.dim() - len(shape) if dim is None else dim % x.dim()
@@ -58,7 +55,7 @@ def normalized_rows(call: Arguments) -> Any:
     else:
         _checks.floating("input", x)
         start, stop = _checks.normalized_axes(x, shape, dim)
-    rows = Rows(start, stop, eps, "bias" not in call, offset, before, act, first)
+    rows = Rows(start, stop, eps_of(x, call["eps"]), "bias" not in call, offset, before, act, first)
     masking = masking_of(call) if "mask" in call else UNMASKED
     if exported:
         made = stock.row_norm(tensors, shape, rows, masking)

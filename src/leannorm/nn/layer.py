@@ -55,10 +55,8 @@ class LayerNorm(RowLayer, torch.nn.LayerNorm):
         self.dim = dim
 
     def _fast(self, input: Tensor) -> Tensor | None:
-        if self.dim is not None:
-            return None
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        return fast.row_norm(input, weight, bias, self.normalized_shape, self.eps, rms=False)
+        return fast.row_norm(input, weight, bias, self.normalized_shape, self.eps, False, self.dim)
 
     def _normalize(self, input: Tensor, mask: Tensor | None, lengths: Lengths | None) -> Tensor:
         of_layer = self.normalized_shape, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
@@ -115,10 +113,8 @@ class RMSNorm(RowLayer, torch.nn.RMSNorm):
         self.dim = dim
 
     def _fast(self, input: Tensor) -> Tensor | None:
-        if self.dim is not None or self.weight_offset or self.cast != "after":
-            return None
-        weight = parameter_of(self, "weight")
-        return fast.row_norm(input, weight, None, self.normalized_shape, self.eps, rms=True)
+        weight, form = parameter_of(self, "weight"), (self.dim, self.weight_offset, self.cast)
+        return fast.row_norm(input, weight, None, self.normalized_shape, self.eps, True, *form)
 
     def _normalize(self, input: Tensor, mask: Tensor | None, lengths: Lengths | None) -> Tensor:
         of_layer = self.normalized_shape, parameter_of(self, "weight"), self.eps

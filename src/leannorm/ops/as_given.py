@@ -29,8 +29,9 @@ class AsGiven(CompiledGated):
 
     as_given = True
 
-    def __init__(self, whole: Backend, operators: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, whole: CompiledGated, operators: dict[str, Callable[..., Any]]) -> None:
         self._whole, self.name, self.launches = whole, whole.name, whole.launches
+        self.narrow_lines = whole.narrow_lines
         super().__init__(SimpleNamespace(**operators))
 
     @property
@@ -70,8 +71,11 @@ class AsGiven(CompiledGated):
         return self.ops.channel_normalize(x, *self.ops.constants_of(mean, var, eps), *epilogue, None)
 
 
-FORWARD = "channel_forward", "channel_forward_tracked_", "channel_normalize", "constants_of", "row_forward"
-BACKWARD = "channel_backward", "channel_grad_sums", "channel_input_grad", "row_backward"
+FORWARD = (
+    *("channel_forward", "channel_forward_tracked_", "channel_normalize", "constants_of"),
+    *("row_forward", "row_gated_forward"),
+)
+BACKWARD = "channel_backward", "channel_grad_sums", "channel_input_grad", "row_backward", "row_gated_backward"
 EVALUATE = "channel_evaluate"  # Triton only
 
 

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from math import prod
 
+import torch
 from torch import Tensor
 
 from leannorm._types import KeptByGatedNorm, Maybe, Rows
 from leannorm.ops.backends.compiled import Compiled, apart, wider
 from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
+
+
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """y in x's shape: no view for autograd, which forbids to edit a view that a function returns."""
+    return torch.ops.aten._unsafe_view.default(y, x.shape)  # type: ignore[no-any-return]
 
 
 class CompiledGated(Compiled):
@@ -25,7 +31,7 @@ class CompiledGated(Compiled):
         both = [apart(t, start, x.dtype) for t in (x, gate)]
         weight = self._weight(x, weight, start)
         y, rstd = self.ops.row_gated_forward(*both, weight, eps, *gating, cast_before)
-        return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, stop))
+        return _shaped(y, x), rstd.view(row_statistics_shape(x.shape, start, stop))
 
     def row_gated_backward(
         self, dy: Tensor, kept: KeptByGatedNorm, rows: Rows, want_affine: bool = True

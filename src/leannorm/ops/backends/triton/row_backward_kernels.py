@@ -72,11 +72,12 @@ def backward_tile(
 
     Moves 3 s bytes per element (4 s with dtotal), and writes `kept` values of dweight and dbias for each
     program, in one launch; if there are several programs, `sum_shares` adds their values up in a second one.
-    HOW is a `row_tiles.Backward`. The next tile is loaded while one is computed (`stages`). With `fold` a
+    HOW is a `row_tiles.Backward`. The next tiles are loaded while one is computed (`stages`). With `fold` a
     tile's rows are added up in every iteration, if each thread (or a few neighbours) has them in registers;
     otherwise each row of the tile has its own sums until the end. With `halves` two programs share a row that
     does not fit into registers: both sum over the whole row, one half of which comes from the cache, and each
-    writes half of dx.
+    writes half of dx. Rows that leave many lanes of a tile idle take as long to compute as to move, so a
+    product and a sum are one instruction where possible.
 
     With `parts`, weight has a line for every `rows` rows (a group), and so have the sums: that many programs
     go through a group's `tiles`. With `each` (1) it has a line per row; the sums are then products, which are
@@ -155,11 +156,11 @@ def backward_tile(
         if dweight is not None:
             if each is not None:
                 _put_sum(dweight + start, offset, d, xhat, inside)
-            elif HOW.fold:
+            elif HOW.fold and ROWS > 1:
                 sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
                 sum_dbias += tl.sum(d, 0, keep_dims=True)
             else:
-                sum_dweight += d * xhat
+                sum_dweight = tl.fma(d, xhat, sum_dweight)
                 sum_dbias += d
     if dweight is not None and each is None:
         tl.store(dweight + share + k, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)

@@ -62,6 +62,17 @@ class Backward(NamedTuple):
     halves: bool = False
     stages: int = 2
 
+    def deeper(self, kept: int, itemsize: int, tensors: int, shared: int) -> Backward:
+        """With more tiles being loaded if rows of `kept` values leave lanes idle: two full tiles' bytes.
+
+        Only if a multiprocessor has the shared memory for all programs.
+        """
+        for ahead in range(min(-(-2 * self.tile.block // kept), 4), 2, -1):
+            more = self._replace(stages=1 + ahead)
+            if self.programs * more.shared(itemsize, tensors) <= shared:
+                return more
+        return self
+
     def shared(self, itemsize: int, tensors: int) -> int:
         """About how many bytes of shared memory it needs: the tiles being loaded, and the reductions."""
         values = self.tile.rows * self.tile.block
@@ -154,10 +165,10 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
             launch = Backward(Tile(1, block // 2, 8), 1, fold=True, halves=True)
         else:
             return None
-        deeper = launch._replace(stages=3)
-        fits = deeper.shared(itemsize, tensors) <= shared and not (launch.halves and tensors > 2)
+        two_ahead = launch._replace(stages=3)
+        fits = two_ahead.shared(itemsize, tensors) <= shared and not (launch.halves and tensors > 2)
         if itemsize == 2 and fits:
-            launch = deeper
+            launch = two_ahead if launch.halves else two_ahead.deeper(kept, itemsize, tensors, shared)
         if itemsize == 4 and block == 2 * a_tile:
             launch = launch._replace(stages=3, programs=1)
     else:

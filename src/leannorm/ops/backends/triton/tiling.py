@@ -19,6 +19,13 @@ rounds. So n programs on p multiprocessors, which read `tiles` tiles twice, wait
 (`rounds` of a `Choice`). A program that has a multiprocessor for itself loads two tiles at a time, or three
 that are half as large (`alone_stages`), so its rounds are fewer. No GPU has timed this rule yet:
 `benchmarks.gpu` has a row for each of both ways, and `--tune` tries other `rounds`.
+
+**channels_last with few channels** takes several launches. A program reads at least 16 bytes of each row (8
+channels of 16 bits), already half of the sector that memory moves. That is 8 programs for 128×64×56², whose
+one launch would wait 368 rounds longer on 132 multiprocessors, and 32 for 128×256×14², 18 rounds longer. More
+programs for the same channels would have to wait for each other within a launch. Triton has no such barrier.
+One made of atomics hangs if not all programs are resident, and in the interpreter, which runs one after the
+other.
 """
 
 from __future__ import annotations
@@ -287,10 +294,16 @@ def one_launch(
     read_again = resident * geometry.samples * geometry.inner * channels * itemsize
     if 2 * tiles > choice.rounds and read_again > cache:
         return False
+    return more_rounds(tiling, tiles, programs, itemsize, processors, choice) <= choice.rounds > 0
+
+
+def more_rounds(
+    tiling: Tiling, tiles: int, programs: int, itemsize: int, processors: int, choice: Choice
+) -> int:
+    """How many rounds of loads one launch waits longer than several."""
     pipelined = tiling.alone and tiling.vector * itemsize >= 4  # what the device copies past registers
     at_a_time = max(tiling.stages(choice) - 1, 1) if pipelined else 1
-    longer = 2 * tiles * max(processors - programs, 0) // (processors * at_a_time)
-    return longer <= choice.rounds and choice.rounds > 0
+    return 2 * tiles * max(processors - programs, 0) // (processors * at_a_time)
 
 
 class Parts(NamedTuple):

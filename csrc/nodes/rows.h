@@ -1,0 +1,252 @@
+// The calls and the autograd nodes of row norms: layer and RMS norm over any axes, those with a scale and a shift per sample or
+// token, and RMS norm with a gate of the input's shape.
+#pragma once
+
+#include "norms.h"
+
+#include <ATen/TensorUtils.h>
+#include <ATen/ops/reshape.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <cmath>
+
+namespace leannorm {
+
+// What a row norm computes, as `Rows` of _types.py.
+struct RowForm {
+  int64_t start = 0, stop = 0;
+  double eps = 0, weight_offset = 0;
+  bool rms = false, cast_before = false;
+
+  // The last axes of x, whose sizes are `shape`, or the single axis `dim`; false if its sizes are others.
+  bool read_axes(const Tensor& x, PyObject* shape, PyObject* dim) {
+    if (!PyTuple_Check(shape)) return false;
+    const int64_t axes = PyTuple_GET_SIZE(shape), rank = x.dim();
+    start = rank - axes;
+    if (dim != Py_None && !(PyLong_Check(dim) && axes == 1 && read(dim, start))) return false;
+    if (dim != Py_None && start < 0) start += rank;
+    stop = start + axes;
+    if (axes == 0 || start < 0 || stop > rank) return false;
+    for (int64_t i = 0, size; i < axes; ++i)
+      if (!read(PyTuple_GET_ITEM(shape, i), size) || x.size(start + i) != size) return false;
+    return true;
+  }
+  bool fits(const Tensor& x, const Tensor& parameter) const {
+    return !parameter.defined() || (parameter.is_floating_point() && parameter.sizes() == x.sizes().slice(start, stop - start));
+  }
+};
+
+inline at::ScalarType compute_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+inline int64_t values_of_a_row(const Tensor& x, int64_t start) { return c10::multiply_integers(x.sizes().slice(start)); }
+
+// (rows, kept), each row contiguous, of this dtype: `apart` of compiled.py.
+inline Tensor apart(const Tensor& v, int64_t kept, at::ScalarType dtype) {
+  const Tensor same = v.scalar_type() == dtype ? v : v.to(dtype);
+  const Tensor rows = same.dim() == 2 && same.size(1) == kept ? same : same.reshape({-1, kept});
+  return kept == 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
+}
+
+// Whether `apart` copies nothing. A pass in lean() would not see a copy, as it sees no operators below autograd.
+inline bool is_apart(const Tensor& v, int64_t kept, at::ScalarType dtype) {
+  if (v.scalar_type() != dtype) return false;
+  const auto strides = at::detail::computeStride(v.sizes(), v.strides(), at::DimVector{v.numel() / kept, kept});
+  return strides && (kept == 1 || (*strides)[1] == 1);
+}
+
+// Whether a scale or a shift has a line for each group of consecutive rows of x: the sizes of x's first axes, then 1.
+inline bool has_lines(const Tensor& v, const Tensor& x, int64_t start) {
+  const int64_t leading = v.dim() - (x.dim() - start);
+  if (leading < 0 || leading > start || v.sizes().slice(leading) != x.sizes().slice(start)) return false;
+  bool is_broadcast = false;
+  for (int64_t d = 0; d < start; ++d) {
+    const int64_t size = d < leading ? v.size(d) : 1;
+    if (size != 1 && (size != x.size(d) || is_broadcast)) return false;
+    if (x.size(d) != 1) is_broadcast = size == 1;
+  }
+  return v.is_floating_point();
+}
+// These lines as kernels take them: `Compiled._lines`.
+inline at::ScalarType type_of_lines(const Tensor& v, const Tensor& x, bool by_triton) {
+  const bool stays = v.scalar_type() == x.scalar_type() && (by_triton || v.numel() == x.numel());
+  return stays ? x.scalar_type() : compute_type(x);
+}
+inline Tensor lines_of(const Tensor& v, const Tensor& x, int64_t start, bool by_triton) {
+  return apart(v, values_of_a_row(x, start), type_of_lines(v, x, by_triton));
+}
+inline bool are_lines(const Tensor& v, const Tensor& x, int64_t start, bool by_triton) {
+  return !v.defined() || is_apart(v, values_of_a_row(x, start), type_of_lines(v, x, by_triton));
+}
+
+// With `scaled`, weight and bias are a scale and a shift, whose lines kernels take.
+struct RowNorm final : Direct {
+  RowForm form;
+  bool scaled = false;
+
+  std::string name() const override { return "RowNormBackward"; }
+  py::tuple how() const override {
+    return py::make_tuple(by_triton, has_bias, scaled, form.start, form.stop, form.eps, form.rms, form.weight_offset, form.cast_before);
+  }
+  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+    static const Operator backward("row_backward");
+    const Tensor &x = kept[kX], &weight = kept[kWeight];
+    const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
+    const Tensor lines = scaled ? lines_of(weight, x, form.start, by_triton) : weight;
+    Stack stack = stack_of(dy, Tensor(), x, mean, kept[kRstd], lines, form.start, form.stop, form.rms, needs(1) || needs(2),
+                           needs(2), form.weight_offset, Tensor(), Tensor(), Tensor());
+    if (!backward(stack, by_triton)) return {};
+    variable_list found = gradients_in(stack);
+    if (!scaled) return found;
+    if (found[2].defined() && found[2].numel() == 0) found[2] = dy;  // the sum over a single row
+    for (int i = 1; i < 3; ++i)
+      if (found[i].defined() && found[i].sizes() != weight.sizes()) found[i] = found[i].view(weight.sizes());
+    return found;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    Direct::compiled_args(args);
+    args.collect(form.start), args.collect(form.stop), args.collect(form.eps), args.collect(form.weight_offset);
+    args.collect(form.rms), args.collect(form.cast_before), args.collect(scaled);
+  }
+};
+
+inline Tensor row_norm(const Given& of, const RowForm& form, bool scaled) {
+  static const Operator forward("row_forward");
+  const auto& [x, weight, bias, eps, by_triton, records] = of;
+  const auto as_taken = [&](const Tensor& v) { return scaled && v.defined() ? lines_of(v, of.x, form.start, of.by_triton) : v; };
+  Stack stack;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    stack = stack_of(x, Tensor(), as_taken(weight), as_taken(bias), form.start, form.stop, eps, form.rms, form.weight_offset,
+                     form.cast_before, Tensor(), Tensor());
+  }
+  if (!forward.taken(stack, by_triton)) return {};
+  Tensor y = tensor(stack, 0);
+  if (!records) return y;
+  const auto node = node_of<RowNorm>(x, weight, bias);
+  node->save(kX, x);
+  if (!form.rms || by_triton) node->save(kMean, tensor(stack, 2));  // otherwise zeros would be one more launch
+  node->save(kRstd, tensor(stack, 3));
+  node->save(kWeight, weight);
+  node->by_triton = by_triton, node->form = form, node->form.eps = eps, node->scaled = scaled;
+  torch::autograd::set_history(y, node);
+  return y;
+}
+
+// row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, cast_before, by_triton)
+inline PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Given given;
+  RowForm form;
+  if (count != 10 || !given.read_from(arguments, count) || !form.read_axes(given.x, arguments[4], arguments[5])) Py_RETURN_NONE;
+  const auto& [x, weight, bias, eps, by_triton, records] = given;
+  if (!(eps >= 0) || !given.alike() || !form.fits(x, weight) || !form.fits(x, bias)) Py_RETURN_NONE;
+  form.rms = arguments[6] == Py_True, form.cast_before = arguments[8] == Py_True;
+  const bool is_number = PyFloat_Check(arguments[7]) || PyLong_Check(arguments[7]);
+  if (!(is_number && read(arguments[7], form.weight_offset) && std::isfinite(form.weight_offset))) Py_RETURN_NONE;
+  // the output would have the wider dtype
+  if (form.cast_before && weight.defined() && c10::promoteTypes(weight.scalar_type(), x.scalar_type()) != x.scalar_type()) Py_RETURN_NONE;
+  return result([&] { return row_norm(given, form, false); });
+  END_HANDLE_TH_ERRORS
+}
+
+// modulated(x, scale, shift, eps, shape, rms, by_triton)
+inline PyObject* call_modulated(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Given given;
+  RowForm form;
+  if (count != 7 || !given.read_from(arguments, count) || !form.read_axes(given.x, arguments[4], Py_None)) Py_RETURN_NONE;
+  const auto& [x, scale, shift, eps, by_triton, records] = given;
+  if (!(eps >= 0) || !x.is_contiguous() || x.numel() == 0 || !scale.defined() || !has_lines(scale, x, form.start)) Py_RETURN_NONE;
+  if (shift.defined() && !(shift.is_floating_point() && shift.sizes() == scale.sizes())) Py_RETURN_NONE;
+  if (scale.numel() == x.numel() && scale.sizes() != x.sizes()) Py_RETURN_NONE;  // whose shift has dy's gradient in other sizes
+  if (is_watched() && !(are_lines(scale, x, form.start, by_triton) && are_lines(shift, x, form.start, by_triton))) Py_RETURN_NONE;
+  form.rms = arguments[5] == Py_True, form.weight_offset = 1;
+  return result([&] { return row_norm(given, form, true); });
+  END_HANDLE_TH_ERRORS
+}
+
+constexpr Saved kGate = kMean;  // in the order in which gated.py saves them
+
+// The node of `GatedNorm`; its inputs are x, gate and weight.
+struct GatedNorm final : Direct {
+  RowForm form;
+  bool norm_before_gate = true;
+
+  std::string name() const override { return "GatedNormBackward"; }
+  py::tuple how() const override {
+    return py::make_tuple(by_triton, has_bias, form.start, form.stop, form.eps, true, 0.0, form.cast_before, act.toStringRef(), norm_before_gate);
+  }
+  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+    static const Operator backward("row_gated_backward");
+    const Tensor &x = kept[kX], &weight = kept[kWeight];
+    if (dy.scalar_type() != x.scalar_type()) return {};
+    const int64_t in_a_row = values_of_a_row(x, form.start);
+    const auto rows = [&](const Tensor& v) { return apart(v, in_a_row, x.scalar_type()); };
+    Stack stack = stack_of(rows(dy), rows(x), rows(kept[kGate]), kept[kRstd].reshape(-1), flat(weight, x), act, norm_before_gate, needs(2));
+    if (!backward(stack, by_triton)) return {};
+    const auto like = [&](size_t i, const Tensor& v) {
+      if (i > 0 && !needs(i)) return Tensor();
+      const Tensor found = tensor(stack, i);
+      return found.sizes() == v.sizes() ? found : found.view(v.sizes());
+    };
+    return {like(0, x), like(1, x), like(2, weight)};
+  }
+  // The weight as kernels take it.
+  static Tensor flat(const Tensor& weight, const Tensor& x) {
+    const Tensor same = weight.scalar_type() == compute_type(x) ? weight : weight.to(compute_type(x));
+    return same.dim() == 1 && same.is_contiguous() ? same : same.contiguous().view(-1);
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    Direct::compiled_args(args);
+    args.collect(form.start), args.collect(form.stop), args.collect(form.eps);
+    args.collect(form.cast_before), args.collect(norm_before_gate);
+  }
+};
+
+inline Tensor gated_norm(const Given& of, const RowForm& form, const c10::IValue& act, bool norm_before_gate) {
+  static const Operator forward("row_gated_forward");
+  const auto& [x, gate, weight, eps, by_triton, records] = of;
+  const int64_t in_a_row = values_of_a_row(x, form.start);
+  auto sizes = x.sizes().vec();
+  std::fill(sizes.begin() + form.start, sizes.end(), 1);
+  Tensor y, rstd;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    Stack stack = stack_of(apart(x, in_a_row, x.scalar_type()), apart(gate, in_a_row, x.scalar_type()), GatedNorm::flat(weight, x),
+                           eps, act, norm_before_gate, form.cast_before);
+    if (!forward.taken(stack, by_triton)) return {};
+    y = tensor(stack, 0), rstd = tensor(stack, 1);
+    if (x.dim() != 2) y = y.view(x.sizes());
+    if (records) rstd = rstd.view(sizes);
+  }
+  if (!records) return y;
+  const auto node = node_of<GatedNorm>(x, gate, weight);
+  node->save(kX, x);
+  node->save(kGate, gate);
+  node->save(kRstd, rstd);
+  node->save(kWeight, weight);
+  node->by_triton = by_triton, node->act = act, node->form = form, node->form.eps = eps, node->norm_before_gate = norm_before_gate;
+  torch::autograd::set_history(y, node);
+  return y;
+}
+
+// gated_norm(x, gate, weight, eps, shape, act, norm_before_gate, cast_before, by_triton)
+inline PyObject* call_gated_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Given given;
+  RowForm form;
+  c10::IValue act;
+  if (count != 9 || !given.read_from(arguments, count) || !form.read_axes(given.x, arguments[4], Py_None)) Py_RETURN_NONE;
+  const auto& [x, gate, weight, eps, by_triton, records] = given;
+  if (!(eps >= 0) || x.numel() == 0 || !gate.defined() || !weight.defined() || !form.fits(x, weight) || !read(arguments[5], act)) Py_RETURN_NONE;
+  if (gate.sizes() != x.sizes() || gate.scalar_type() != x.scalar_type()) Py_RETURN_NONE;
+  form.rms = true, form.cast_before = arguments[7] == Py_True;
+  if (form.cast_before && c10::promoteTypes(weight.scalar_type(), x.scalar_type()) != x.scalar_type()) Py_RETURN_NONE;
+  const int64_t kept = values_of_a_row(x, form.start);
+  const bool are_rows = is_apart(x, kept, x.scalar_type()) && is_apart(gate, kept, x.scalar_type()) && is_apart(weight, kept, compute_type(x));
+  if (is_watched() && !are_rows) Py_RETURN_NONE;
+  const bool norm_before_gate = arguments[6] == Py_True;
+  return result([&] { return gated_norm(given, form, act, norm_before_gate); });
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace leannorm
