@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn
-from leannorm._types import KeptByChannelNorm
-from leannorm.autograd import channel, fast
+from leannorm._types import Channels, KeptByChannelNorm
+from leannorm.autograd import fast
 from leannorm.ops.backends import CPU
 
 pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
@@ -26,8 +26,18 @@ pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_no
 def nodes_in(request, monkeypatch):
     """Both kinds of autograd nodes, where both are here."""
     if request.param == "Python":
-        for module in (fast, channel):
-            monkeypatch.setattr(module, "NODES", None)
+        monkeypatch.setattr(fast, "NODES", None)
+
+
+class Summed(torch.nn.Module):
+    """A batch norm, plus a residual that its input makes, through an activation."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.norm = nn.BatchNormAct2d(8, act=act)
+
+    def forward(self, x):
+        return self.norm(x, x.sin())
 
 
 IMAGE = (6, 8, 5, 3)
@@ -43,6 +53,11 @@ LAYERS = {
     "batch, no statistics, eval": (lambda: nn.BatchNorm2d(8, track_running_stats=False).eval(), IMAGE),
     "batch, act": (lambda: nn.BatchNormAct2d(8, act="silu"), IMAGE),
     "batch, act by output": (lambda: nn.BatchNormAct2d(8, act="relu"), IMAGE),
+    "batch, residual": (lambda: Summed("identity"), IMAGE),
+    "batch, residual, act": (lambda: Summed("silu"), IMAGE),
+    "batch, residual, act by output": (lambda: Summed("relu"), IMAGE),
+    "batch, residual, eval": (lambda: Summed("silu").eval(), IMAGE),
+    "batch, residual, eval, act by output": (lambda: Summed("relu").eval(), IMAGE),
     "batch, eval": (lambda: nn.BatchNorm2d(8).eval(), IMAGE),
     "batch, eval, act": (lambda: nn.BatchNormAct2d(8, act="relu").eval(), IMAGE),
     "group": (lambda: nn.GroupNorm(2, 8), IMAGE),
@@ -110,6 +125,43 @@ def test_the_same_bits(name, dtype, layout, monkeypatch):
     assert_equal(ours, others)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_functions_call_with_a_residual_is_fast(training):
+    x, residual = (torch.randn(IMAGE, requires_grad=True) for _ in range(2))
+    mean, var = torch.zeros(8), torch.ones(8)
+    y = functional.batch_norm_act(x, mean, var, training=training, act="silu", residual=residual)
+    assert is_fast(y.grad_fn)
+
+
+RESIDUALS = {
+    "of another dtype": lambda: torch.randn(IMAGE, dtype=torch.float64),
+    "of another layout": lambda: torch.randn(IMAGE).to(memory_format=torch.channels_last),
+    "of another size": lambda: torch.randn(6, 8, 5, 1),
+    "of integers": lambda: torch.ones(IMAGE, dtype=torch.int64),
+    "on another device": lambda: torch.randn(IMAGE, device="meta"),
+    "sparse": lambda: torch.randn(IMAGE).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_any_other_residual_is_left_to_the_whole_way(name, training, monkeypatch):
+    def told():
+        torch.manual_seed(0)
+        x, mean, var = torch.randn(IMAGE), torch.zeros(8), torch.ones(8)
+        residual = RESIDUALS[name]()
+        try:
+            made = functional.batch_norm_act(x, mean, var, training=training, act="silu", residual=residual)
+        except leannorm.LeannormError as error:
+            made = str(error)
+        return made, mean, var
+
+    ours = told()
+    whole_way(monkeypatch)
+    for a, b in zip(ours, told(), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_same_second_derivatives(name, monkeypatch):
     make, shape = LAYERS[name]
@@ -128,7 +180,8 @@ def test_evaluation_has_the_gradients_of_the_single_verbs(act, dtype, layout, mo
     layer = trained(lambda: nn.BatchNormAct2d(8, act=act).eval(), dtype)
     x, dy = LAYOUTS[layout](torch.randn(IMAGE).to(dtype)), torch.randn(IMAGE).to(dtype)
     mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
-    kept = KeptByChannelNorm(x, mean, rstd, layer.weight.detach(), layer.bias.detach(), act=act)
+    affine = layer.weight.detach(), layer.bias.detach()
+    kept = KeptByChannelNorm(x, mean, rstd, *affine, norm=Channels(act=act))
     dbias, dweight = CPU.channel_grad_sums(dy, kept)
     dx, _ = CPU.channel_input_grad(dy, kept)
     want = dx, dweight.to(dtype), dbias.to(dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Moments, Running
+from leannorm._types import Channels, ChannelTensors, Moments
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
@@ -155,7 +155,8 @@ def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, options: tuple
     of_one_mesh(*tensors, batch_id)
     x, mean, var, *_ = tensors
     cut, elements = Cut.of(x), range(x.dim())
-    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", options[2]) if x.numel() else None
+    norm = Channels(eps=options[2])
+    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", norm) if x.numel() else None
     sharing = None if sharing is None else sharing._replace(tracks=True)
     axes = elements, VECTOR, VECTOR, VECTOR, VECTOR
     parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
@@ -168,17 +169,18 @@ def _batch_norm_op(
     x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *others: Any, sharing: Sharing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = others
-    estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
+    tensors, norm = ChannelTensors(x, scale, bias), Channels(0, epsilon, by_batch=False)
+    estimates = estimated_mean, estimated_var
     if is_infer:
         if exporting():
-            y = stock.batch_norm(x, estimates, epilogue, epsilon)
+            y = stock.batch_norm(ChannelTensors(x, scale, bias, None, *estimates), norm)
         else:
-            y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
+            y = channel_affine(tensors, *running_mean_and_rstd(*estimates, epsilon), norm)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
         moments: Moments | None = of_all_ranks(REFERENCE.channel_moments(x.detach()), sharing, x)
     else:
-        y, moments = channel_norm(x, epilogue, epsilon, sharing=sharing)
+        y, moments = channel_norm(tensors, Channels(0, epsilon), sharing)
     assert moments is not None
     count = moments.count
     mean, var = moments.mean.detach(), moments.m2.detach() / at_least_one(count)
@@ -186,7 +188,7 @@ def _batch_norm_op(
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:
-        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
+        y = channel_affine(tensors, *running_mean_and_rstd(*estimates, epsilon), norm)
     return y, mean.to(estimated_mean.dtype), var.to(estimated_var.dtype)
 
 

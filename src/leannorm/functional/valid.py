@@ -50,7 +50,7 @@ def valid_positions(
         return None
     if data.shape != positions or data.dim() != 2:
         data = data.expand(positions).reshape(positions[0], prod(positions[1:]))
-    return Valid(data.contiguous(), count, fill == "zero")
+    return Valid(data.contiguous(), count)
 
 
 def positions_of_data(

@@ -49,8 +49,8 @@ class BatchNormActBase(BatchNormBase):
 
         `mask` or `lengths` leave out padding, as in `functional.batch_norm`.
         """
-        if residual is None and unmasked(mask, lengths, fill):
-            y = self._fast(input, self.activation)
+        if unmasked(mask, lengths, fill):
+            y = self._fast(input, self.activation, residual)
             if y is not None:
                 return y
         return self._normalize(input, self.activation, residual, (mask, lengths, fill))

@@ -40,7 +40,8 @@ class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
 
     def _fast(self, input: Tensor, act: str | None = None) -> Tensor | None:
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        return fast.group_norm(input, weight, bias, self.eps, act or self.activation, self.num_groups)
+        norm = self.num_groups, self.eps, act or self.activation, True, None, True, False
+        return fast.group_norm((input, weight, bias, None, None, None, None, None), norm)
 
     def _normalize(self, input: Tensor, act: str | None = None, masking: Masking = UNMASKED) -> Tensor:
         """`act`: an activation that follows the layer and is fused into this call."""
