@@ -174,8 +174,8 @@ def refuse_to_export(arguments: Arguments) -> None:
         )
     if (size := arguments.get("group_size")) is not None:
         raise InputError(
-            f"a batch norm with group_size={size} cannot be exported or traced in training mode; "
-            "export it in evaluation mode"
+            f"a batch norm with group_size={size} cannot be exported or traced with the statistics of a batch; "
+            "export it in evaluation mode, with running statistics"
         )
     if arguments.get("pool") is not None:
         raise InputError(
