@@ -34,7 +34,7 @@ from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded, recording, traced
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import gradient_dtype
-from leannorm.ops.select import pick, transformed
+from leannorm.ops.select import pick, picks_cpu, transformed
 
 Gradients = tuple[Tensor | None, Tensor, Tensor, Tensor | None]  # of x, weight, bias and residual
 # mean, M2, rstd, and the count if the shape does not determine it
@@ -137,12 +137,16 @@ class ChannelNorm(torch.autograd.Function):
     Kept = KeptByChannelNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
-        weight, bias, residual, mask, running, call = others
-        backend, (_, _, act, _, _, zero, _), sharing, *_ = call
-        tensors: Any = (x, weight, bias, residual, *running, mask)  # making a record takes time
-        if sharing is None and zero:
-            y, mean, m2, rstd, size = backend.channel_forward(tensors, call.norm)
+    def forward(
+        ctx: Any, x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, mask: Maybe, running: Any, call: Any
+    ) -> Any:
+        backend, norm, sharing, _, _, _ = call
+        running_mean, var, num_batches = running
+        # making a record takes time
+        tensors: Any = (x, weight, bias, residual, running_mean, var, num_batches, mask)
+        act = norm[2]
+        if sharing is None and norm[5]:
+            y, mean, m2, rstd, size = backend.channel_forward(tensors, norm)
         else:
             y, mean, m2, rstd, size = _forward(tensors, call)
         residual, out = (None, None) if residual is None else _behind(act, residual, y)
@@ -163,8 +167,8 @@ class ChannelNorm(torch.autograd.Function):
         if backend.as_given and call.sharing is None and not (needed[3] or twice_differentiable()):
             x, mean, rstd, weight, bias, residual, out, *_ = ctx.saved_tensors
             dy = dy if dy.is_contiguous() and x.is_contiguous() else like(x, dy)
-            groups, _, act, *_ = call.norm
-            arguments = dy, x, mean, rstd, weight, bias, residual, out, act, groups
+            norm = call.norm
+            arguments = dy, x, mean, rstd, weight, bias, residual, out, norm[2], norm[0]
             dx, dweight, dbias, _ = backend.ops.channel_backward(*arguments, False, False, None, None)
             if weight is None:
                 return dx, None, None, None, None, None, None
@@ -289,29 +293,29 @@ def channel_norm(
     The statistics are not returned if they have moved the running ones.
     """
     x, weight, bias, _, mean, var, num_batches, mask = tensors
-    given, in_transform = tensors[:4], transformed(*tensors[:6], mask)
-    if in_transform:
-        backend: Backend = REFERENCE
-    else:
-        backend = pick(*tensors[:6])
-        if sharing is not None:
-            sharing = repeatable(sharing)
-        elif not traced():
-            plain = backend is ATEN and mask is None and norm.groups == 0
-            if plain and (made := by_torch.batch_norm(tensors, norm)) is not None:
-                return made
-        else:
-            backend = shown(backend, norm.groups, mask)
+    given, compiling = tensors[:4], traced()
+    seen = given if mean is None else tensors[:6]
+    in_transform = transformed(*seen) if mask is None else transformed(*seen, mask)
+    backend: Backend = REFERENCE if in_transform else pick(*seen)
+    records = not in_transform and recorded(*given)
+    if sharing is not None:
+        sharing = sharing if in_transform else repeatable(sharing)
+    elif compiling:
+        backend = shown(backend, norm.groups, mask)
+    elif backend is ATEN and mask is None and norm.groups == 0:
+        of_torch = by_torch.batch_norm(tensors, norm)
+        if of_torch is not None:
+            return of_torch
     size: Maybe
-    if sharing is None and norm.zero and (mask is None if in_transform else not recorded(*given)):
+    if sharing is None and norm.zero and not records and not (in_transform and mask is not None):
         y, of_mean, m2, _, size = backend.channel_forward(tensors, norm)
     else:
         wide, has_bias = wide_for(weight, bias), bias is not None
         call = ChannelCall(backend, norm, sharing, mean is None, wide, has_bias)
-        if in_transform or (sharing is None and not recorded(*given)):
+        if in_transform or (sharing is None and not records):
             y, of_mean, m2, _, size = _forward(tensors, call, "training forward" if in_transform else "")
         else:
-            apply = ChannelNorm.apply if traced() else apply_norm
+            apply = ChannelNorm.apply if compiling else apply_norm
             made = apply(*given, mask, (mean, var, num_batches), call)
             if mean is not None:
                 return made, None
@@ -328,7 +332,9 @@ def channel_norm(
 def group_norm_by_torch(tensors: ChannelTensors, norm: Channels) -> Maybe:
     """The output of `channel_norm` by each sample's groups, by torch; None if a backend computes it."""
     given = tensors[:3]
-    if tensors.mask is not None or traced() or transformed(*given) or pick(*given) is not ATEN:
+    if tensors.mask is not None or traced() or picks_cpu():
+        return None
+    if transformed(*given) or pick(*given) is not ATEN:
         return None
     return by_torch.group_norm(tensors, norm)
 

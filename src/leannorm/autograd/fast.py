@@ -43,11 +43,9 @@ from leannorm.ops.as_given import (
     EVALUATE,
     FORWARD,
     TRITON_AS_GIVEN,
-    AsGiven,
     RefusedError,
 )
 from leannorm.ops.backends import ATEN, TRITON
-from leannorm.ops.backends.aten import Aten
 from leannorm.ops.backends.compiled import DTYPES, is_dense
 from leannorm.ops.backends.triton import INTERPRETED
 from leannorm.ops.backends.triton.tape import hand_over
@@ -66,8 +64,9 @@ _transform = torch._C._functorch.peek_interpreter_stack
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 
 
-def _serving(x: Tensor) -> AsGiven | Aten | None:
-    """The backend whose kernels compute an eager call on this tensor as it is; None if there is none.
+def _serving(x: Tensor) -> Any:
+    """The backend whose kernels compute an eager call on this tensor as it is, an `AsGiven` or ATEN; None if
+    there is none.
 
     Called first, because a compiler or a tracer must not see that sizes are read.
     """
@@ -142,11 +141,11 @@ def _recorded(x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe = None) -> 
 
 def batch_norm(tensors: Any, norm: Any, sharing: Sharing | None = None) -> Maybe:
     """By running statistics, which training updates, or by the batch's if there are none; with `sharing` by
-    the statistics of all ranks."""
+    the statistics of all ranks. The caller has checked that x has channels."""
     x, _, _, residual, mean, var, _, _ = tensors
     _, eps, _, by_batch, momentum, _, _ = norm
     backend = _serving(x)
-    if backend is None or not eps > 0 or x.dim() < 2:
+    if backend is None or not eps > 0:
         return None
     tracks = mean is not None and var is not None
     if not by_batch:
@@ -193,7 +192,7 @@ def instance_norm(
     return _by_own(backend, tensors, (channels, eps, act, True, None, True, False))
 
 
-def _by_own(backend: AsGiven | Aten, tensors: Any, norm: Any) -> Maybe:
+def _by_own(backend: Any, tensors: Any, norm: Any) -> Maybe:
     """`ChannelNorm`, which also updates the running statistics.
 
     The caller has checked what no kernel checks: `eps`, the momentum, and that x has channels with more than
@@ -202,7 +201,7 @@ def _by_own(backend: AsGiven | Aten, tensors: Any, norm: Any) -> Maybe:
     x, weight, bias, residual, mean, var, num_batches, mask = tensors
     groups, eps, act, _, momentum, _, _ = norm
     y: Maybe
-    if isinstance(backend, Aten):
+    if backend is ATEN:
         if not (_plain(weight, bias) and (residual is None or _is_like(residual, x))):
             return None
         if groups:
@@ -223,17 +222,18 @@ def _by_own(backend: AsGiven | Aten, tensors: Any, norm: Any) -> Maybe:
             call = ChannelCall(backend, _record(norm), None, False, None, bias is not None)
             y = apply_norm(x, weight, bias, residual, mask, (mean, var, num_batches), call)
             return y
-        return backend.channel_forward(tensors, norm)[0]
+        y = backend.channel_forward(tensors, norm)[0]
+        return y
     except RefusedError:
         return None
 
 
-def _by_constants(backend: AsGiven | Aten, tensors: Any, norm: Any) -> Maybe:
+def _by_constants(backend: Any, tensors: Any, norm: Any) -> Maybe:
     """`ChannelAffine` by running statistics."""
     x, weight, bias, residual, mean, var, _, mask = tensors
     _, eps, act, _, _, _, _ = norm
     y: Maybe
-    if isinstance(backend, Aten):
+    if backend is ATEN:
         if not (_plain(weight, bias) and (residual is None or _is_like(residual, x))):
             return None
         return by_torch.evaluation(tensors, norm)
@@ -249,12 +249,13 @@ def _by_constants(backend: AsGiven | Aten, tensors: Any, norm: Any) -> Maybe:
             call = ChannelCall(backend, _record(norm), None, False, None, bias is not None)
             y = apply_affine(x, weight, bias, residual, mask, *constants, call)
             return y
-        return backend.channel_evaluate(tensors, norm)
+        y = backend.channel_evaluate(tensors, norm)
+        return y
     except RefusedError:
         return None
 
 
-def _by_all(backend: AsGiven | Aten, tensors: Any, sharing: Sharing) -> Maybe:
+def _by_all(backend: Any, tensors: Any, sharing: Sharing) -> Maybe:
     """`ChannelNorm` of all ranks' inputs, on the CPU, for a call that no checkpoint repeats.
 
     Here a kernel would reject an argument too late, while other ranks wait for this rank's sums. So
@@ -292,13 +293,13 @@ def row_norm(
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     y: Maybe
-    if isinstance(backend, Aten) and not rms:
+    if backend is ATEN and not rms:
         start = x.dim() - len(shape)
         if start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
             return None
         made = by_torch.row_norm(x, None, weight, bias, Rows(start, x.dim(), eps, rms))
         return None if made is None else made[0]
-    if NODES is not None and not isinstance(backend, Aten):
+    if NODES is not None and backend is not ATEN:
         y = NODES.row_norm(x, weight, bias, eps, shape, rms, backend is TRITON_AS_GIVEN)
         if y is not None:
             return y
@@ -316,7 +317,8 @@ def row_norm(
         if _recorded(x, weight, bias):
             y = apply_row_norm(x, None, None, None, None, weight, bias, None, RowCall(backend, rows))
             return y
-        return backend.row_forward(x, None, weight, bias, rows)[0]
+        y = backend.row_forward(x, None, weight, bias, rows)[0]
+        return y
     except RefusedError:
         return None
 

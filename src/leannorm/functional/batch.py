@@ -18,7 +18,7 @@ from leannorm.functional.channels import normalized_channels
 from leannorm.functional.declare import AffineNames, Arguments, in_training
 from leannorm.functional.door import call_operator, declares, public, run
 from leannorm.functional.jagged import channels
-from leannorm.functional.valid import Lengths, unmasked
+from leannorm.functional.valid import Lengths
 from leannorm.ops.activation import lists_activations
 
 
@@ -69,10 +69,11 @@ def batch_norm(
     True
     """
     tensors = input, weight, bias, None, running_mean, running_var, None, None
-    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(*tensors):
+    plain = mask is None and lengths is None and fill == "zero"
+    if plain and not has_torch_function_variadic(*tensors):
         _checks.momentum_is_a_number(momentum)
-        y = fast.batch_norm(tensors, (0, eps, "identity", training, momentum, True, False))
-        if y is not None:
+        norm = 0, eps, "identity", training, momentum, True, False
+        if input.dim() > 1 and (y := fast.batch_norm(tensors, norm)) is not None:
             return y
     given = input, running_mean, running_var, weight, bias, training, momentum, eps
     return run(batch_norm, (*given, mask, lengths, fill))
@@ -119,10 +120,11 @@ def batch_norm_act(
     True
     """
     tensors = input, weight, bias, residual, running_mean, running_var, None, None
-    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(*tensors):
+    plain = mask is None and lengths is None and fill == "zero"
+    if plain and not has_torch_function_variadic(*tensors):
         _checks.momentum_is_a_number(momentum)
-        y = fast.batch_norm(tensors, (0, eps, act, training, momentum, True, False))
-        if y is not None:
+        norm = 0, eps, act, training, momentum, True, False
+        if input.dim() > 1 and (y := fast.batch_norm(tensors, norm)) is not None:
             return y
     given = input, running_mean, running_var, weight, bias, training, momentum, eps
     return run(batch_norm_act, (*given, act, residual, mask, lengths, fill))

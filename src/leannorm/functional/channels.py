@@ -6,12 +6,14 @@ instance norm, and neither of them a batch norm. What a function does not take h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Channels, ChannelTensors, Moments, Pool, Running, Valid
+from leannorm._types import Channels, ChannelTensors, Maybe, Moments, Pool, Running, Valid
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm, group_norm_by_torch
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
@@ -32,58 +34,61 @@ from leannorm.ops.modes import exporting, rebuilding, recorded, sharded
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick
 
+AllButMask = tuple[Tensor, Maybe, Maybe, Maybe, Maybe, Maybe, Maybe]  # of `ChannelTensors`
+
 
 def normalized_channels(call: Arguments) -> Tensor:
     """The result of a call that nobody else answers."""
-    get, mean, is_layer = call.get, call.get("running_mean"), "dims" in call
-    of_running = mean, get("running_var"), get("num_batches_tracked")
-    tensors = ChannelTensors(call["input"], call["weight"], call["bias"], get("residual"), *of_running)
-    name, masking, sharing, pool = _name(call), masking_of(call), get("sharing"), get("pool")
-    if name == "batch_norm" and not is_layer:  # it does not count batches
-        _checks.momentum_is_a_number(call["momentum"])
-    by_batch = bool(get("use_input_stats", get("training", True))) or (is_layer and mean is None)
-    size, groups = get("group_size"), get("num_groups", 0)
-    if by_batch and size is not None:
-        groups = -size
-    settings = get("act", "identity"), by_batch, get("momentum"), masking[2] == "zero"
-    norm = Channels(groups, call["eps"], *settings)
-    if is_layer:
-        _checks.dim(tensors.x, call["dims"])
+    get, is_layer, name = call.get, "dims" in call, "batch_norm"
+    mean, size, sharing, pool = get("running_mean"), get("group_size"), get("sharing"), get("pool")
+    counted = mean, get("running_var"), get("num_batches_tracked")
+    tensors: Any = (call["input"], call["weight"], call["bias"], get("residual"), *counted)
+    masking, groups, by_batch = masking_of(call), 0, True
+    if "num_groups" in call:
+        name, groups = "group_norm", call["num_groups"]
+    elif "use_input_stats" in call:
+        name, by_batch = "instance_norm", bool(call["use_input_stats"])
+    else:
+        by_batch = bool(call["training"]) or (is_layer and mean is None)
+        if is_layer:
+            _checks.dim(tensors[0], call["dims"])
+        else:  # it does not count batches
+            _checks.momentum_is_a_number(call["momentum"])
+        if size is not None and by_batch:
+            groups = -size
+    of_batch = by_batch, get("momentum")
+    norm = Channels(groups, call["eps"], get("act", "identity"), *of_batch, masking[2] == "zero")
     if exporting():
-        return _exported(call, tensors, norm, masking)
+        return _exported(call, name, ChannelTensors(*tensors), norm, masking)
     if sharing is not None:
         group = sharing_group(sharing.asked)
         tracks = mean is not None
         sharing = None if group is None else sharing._replace(group=group, norm=norm, tracks=tracks)
-    _check(tensors, norm, name)
+    _check(name, tensors, norm)
 
-    def of_rank(cut: Cut | None, tensors: ChannelTensors, masking: Masking) -> Tensor:
-        valid = valid_positions(tensors.x, *masking)
-        if valid is not None:
-            tensors = ChannelTensors(*tensors[:7], valid.mask)
+    def of_rank(cut: Cut | None, tensors: AllButMask, masking: Masking) -> Tensor:
+        valid = valid_positions(tensors[0], *masking)
+        of = ChannelTensors(*tensors, None if valid is None else valid.mask)
         if not by_batch:
-            return _by_constants(tensors, norm)
+            return _by_constants(of, norm)
         if name == "batch_norm":
-            shares = sharing if cut is None else _of_batch(cut, tensors, norm, sharing, pool)
-            return _by_batch(tensors, norm, valid, shares, pool)
-        return _by_samples(cut, tensors, norm, valid, name, valid is not None or masking[0] is not None)
+            shares = sharing if cut is None else _of_batch(cut, of, norm, sharing, pool)
+            return _by_batch(of, norm, valid, shares, pool)
+        masked = valid is not None or masking[0] is not None  # even if this rank has no padding
+        return _by_samples(cut, of, norm, valid, masked)
 
     if not sharded(*tensors):
         return of_rank(None, tensors, masking)
     if name == "batch_norm" and by_batch and size is None:
-        _checks.more_than_one_value(tensors.x, values_per_channel(tensors.x.shape))
+        _checks.more_than_one_value(tensors[0], values_per_channel(tensors[0].shape))
     return by_channel(of_rank, tensors, masking, by_batch)
 
 
-def _name(call: Arguments) -> str:
-    if "num_groups" in call:
-        return "group_norm"
-    return "instance_norm" if "use_input_stats" in call else "batch_norm"
-
-
-def _exported(call: Arguments, tensors: ChannelTensors, norm: Channels, masking: Masking) -> Tensor:
+def _exported(
+    call: Arguments, name: str, tensors: ChannelTensors, norm: Channels, masking: Masking
+) -> Tensor:
     """The call in an exported graph; no size may be read."""
-    name, sharing = _name(call), call.get("sharing")
+    sharing = call.get("sharing")
     _checks.activation(norm.act)
     if name == "group_norm":
         return stock.group_norm(tensors, norm, masking)
@@ -100,24 +105,30 @@ def _exported(call: Arguments, tensors: ChannelTensors, norm: Channels, masking:
     return exported_at_data(y, *masking)
 
 
-def _check(tensors: ChannelTensors, norm: Channels, name: str) -> None:
-    x, weight, bias, residual, mean, var, num_batches, _ = tensors
+def _check(name: str, tensors: Any, norm: Channels) -> None:
+    x, weight, bias, residual, mean, var, num_batches = tensors
     _checks.floating("input", x)
     _checks.at_least_2d(x)
+    _checks.activation(norm.act)
     if name == "group_norm":
         _checks.divisible_groups(x, norm.groups)
+        _checks.parameters(x, weight=weight, bias=bias)
+        _checks.non_negative_eps(norm.eps)
+        # torch's rule: groups of one value are rejected only in a batch of one sample
+        _checks.more_than_one_value(x, x.numel() // norm.groups)
+        return
     _checks.parameters(x, running_mean=mean, running_var=var, weight=weight, bias=bias)
     _checks.running_statistics(mean, var, norm.by_batch)
-    _checks.same_device("num_batches_tracked", num_batches, x)
-    (_checks.positive_eps if name == "batch_norm" else _checks.non_negative_eps)(norm.eps)
     _checks.momentum(norm.momentum)
-    _checks.activation(norm.act)
+    if name == "instance_norm":
+        _checks.non_negative_eps(norm.eps)
+        if norm.by_batch:
+            _checks.more_than_one_spatial_element(x)
+        return
+    _checks.same_device("num_batches_tracked", num_batches, x)
+    _checks.positive_eps(norm.eps)
     _checks.like_input("residual", residual, x)
-    if name == "group_norm":  # torch's rule: groups of one value are rejected only in a batch of one sample
-        _checks.more_than_one_value(x, x.numel() // norm.groups)
-    elif name == "instance_norm" and norm.by_batch:
-        _checks.more_than_one_spatial_element(x)
-    elif norm.by_batch and recorded(x, weight, bias, residual):
+    if norm.by_batch and recorded(x, weight, bias, residual):
         of_act = {} if norm.act == "identity" else {"bias": bias, "residual": residual}
         _checks.may_be_kept(input=x, weight=weight, **of_act)
 
@@ -169,7 +180,7 @@ def _by_batch(
         _checks.more_than_one_value(x, values_per_channel(x.shape))
     elif sharing is None:
         _checks.more_than_one_valid(x, count)
-    if pool is not None or valid is not None or not may_be_fused(running):
+    if tensors.mean is not None and (pool is not None or valid is not None or not may_be_fused(running)):
         tensors = without_running(tensors)
     y, statistics = channel_norm(tensors, norm, sharing)
     if statistics is not None:
@@ -184,22 +195,24 @@ def _by_batch(
 
 
 def _by_samples(
-    cut: Cut | None, tensors: ChannelTensors, norm: Channels, valid: Valid | None, name: str, masked: bool
+    cut: Cut | None, tensors: ChannelTensors, norm: Channels, valid: Valid | None, masked: bool
 ) -> Tensor:
-    """Normalize by each sample's own statistics; a DTensor's samples, or their axis, may be sharded.
+    """Normalize by the statistics of each sample's groups, of which an instance norm has one a channel.
 
-    `masked`: whether there is a mask, even if this rank has no padding.
+    A DTensor's samples, or their axis, may be sharded. `masked`: whether there is a mask, even if this rank
+    has no padding.
     """
     x, tracks, sharing, others = tensors.x, tensors.mean is not None, None, None
-    if name == "instance_norm":
-        norm = norm._replace(groups=x.shape[1])
-    elif cut is not None:
-        channels = cut.shape[1] // norm.groups
-        if not cut.cuts_between(1, channels):
-            raise cut.refuse(f"a rank needs whole groups of {channels} channels", (1,))
-        norm = norm._replace(groups=x.shape[1] // channels)
+    of_instances = norm.groups == 0
+    if of_instances:
+        norm = Channels(x.shape[1], *norm[1:])
     if cut is not None:
-        positions = range(2, x.dim())
+        name, positions = "instance_norm" if of_instances else "group_norm", range(2, x.dim())
+        if not of_instances:
+            channels = cut.shape[1] // norm.groups
+            if not cut.cuts_between(1, channels):
+                raise cut.refuse(f"a rank needs whole groups of {channels} channels", (1,))
+            norm = norm._replace(groups=x.shape[1] // channels)
         if masked and not cut.is_whole(positions):
             rule = f"{name.replace('_', ' ')} with mask= or lengths= needs whole samples on each rank"
             raise cut.refuse(rule, positions)
@@ -207,16 +220,16 @@ def _by_samples(
         others = cut.merged((0,), name, norm._replace(groups=0)) if tracks else None
     if norm.groups == 0:  # no channels: the input is empty
         return without_channels(tensors)
-    if valid is not None and others is None and name == "instance_norm":
+    if of_instances and valid is not None and others is None:
         _checks.more_than_one_valid(x, valid.total)
-    running, tensors = Running(*tensors[4:7], norm.momentum), without_running(tensors)
-    y, moments = group_norm_by_torch(tensors, norm) if sharing is None else None, None
+    alone = without_running(tensors) if tracks else tensors
+    y, moments = group_norm_by_torch(alone, norm) if sharing is None else None, None
     if y is None:
-        y, moments = channel_norm(tensors, norm, sharing)
+        y, moments = channel_norm(alone, norm, sharing)
     if tracks and (x.shape if cut is None else cut.shape).numel():
         if moments is None:
             moments = pick(x).channel_moments(x.detach(), norm.groups)
-        others = None if rebuilding() else others
+        running, others = Running(*tensors[4:7], norm.momentum), None if rebuilding() else others
         update_running_statistics(running, _average(moments, x, valid, others, masked))
     return y
 

@@ -38,7 +38,7 @@ def _groups(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments]:
     x, size = tensors.x, -norm.groups
     samples, channels = x.shape[:2]
     groups = 0 if samples <= size else channels if size == 1 else -size
-    y, moments = channel_norm(tensors, norm._replace(groups=groups))
+    y, moments = channel_norm(tensors, Channels(groups, *norm[1:]))
     assert moments is not None
     if groups == 0:
         return y, Moments(moments.mean[None], moments.m2[None], values_per_channel(x.shape))

@@ -14,7 +14,7 @@ from leannorm.autograd import fast
 from leannorm.functional.channels import normalized_channels
 from leannorm.functional.declare import Arguments
 from leannorm.functional.door import call_operator, public, run
-from leannorm.functional.valid import Lengths, of_one_sample, unmasked
+from leannorm.functional.valid import Lengths, of_one_sample
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import exporting
 
@@ -53,7 +53,8 @@ def group_norm(
     >>> y.unflatten(1, (3, 2)).mean((2, 3, 4)).abs().max().item() < 1e-6
     True
     """
-    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(input, weight, bias):
+    plain = mask is None and lengths is None and fill == "zero"
+    if plain and not has_torch_function_variadic(input, weight, bias):
         tensors = input, weight, bias, None, None, None, None, None
         y = fast.group_norm(tensors, (num_groups, eps, "identity", True, None, True, False))
         if y is not None:
@@ -94,7 +95,8 @@ def group_norm_act(
     >>> torch.equal(F.group_norm_act(x, 3, act="relu"), F.group_norm(x, 3).relu())
     True
     """
-    if unmasked(mask, lengths, fill) and not has_torch_function_variadic(input, weight, bias):
+    plain = mask is None and lengths is None and fill == "zero"
+    if plain and not has_torch_function_variadic(input, weight, bias):
         tensors = input, weight, bias, None, None, None, None, None
         y = fast.group_norm(tensors, (num_groups, eps, act, True, None, True, False))
         if y is not None:
@@ -153,7 +155,8 @@ def instance_norm(
     """
     tensors = (input, running_mean, running_var, weight, bias)
     alone = use_input_stats and running_mean is None and running_var is None
-    if alone and unmasked(mask, lengths, fill) and not has_torch_function_variadic(*tensors):
+    plain = mask is None and lengths is None and fill == "zero"
+    if alone and plain and not has_torch_function_variadic(*tensors):
         _checks.momentum(momentum)
         quick = fast.instance_norm(input, weight, bias, eps)
         if quick is not None:
@@ -215,8 +218,8 @@ def layer_instance_norm(
     length have one axis fewer, too.
     """
     tensors = (input, running_mean, running_var, weight, bias)
-    alone = use_input_stats and running_mean is None and unmasked(mask, lengths, fill)
-    if alone and not has_torch_function_variadic(*tensors):
+    plain = mask is None and lengths is None and fill == "zero"
+    if plain and use_input_stats and running_mean is None and not has_torch_function_variadic(*tensors):
         quick = fast.instance_norm(input, weight, bias, eps, "identity", rank, num_features)
         if quick is not None:
             return quick

@@ -193,22 +193,21 @@ class Cut:
 
 
 def by_channel(
-    run: Callable[[Cut, ChannelTensors, Masking], Tensor],
-    tensors: ChannelTensors,
+    run: Callable[[Cut, Any, Masking], Tensor],
+    tensors: Sequence[Any],
     masking: Masking,
     moves: bool,
 ) -> Tensor:
     """A per-channel norm of DTensors: `run` on the local ones. `moves`: whether it updates the running
     statistics."""
-    x, weight, bias, residual, *running, _ = tensors
+    x, weight, bias, residual, *running = tensors
     elements = range(x.dim())
     of_one_mesh(*tensors, masking[0])
     cut = Cut.of(x)
     parts = cut.running(*running)
     affine = cut.local(weight, VECTOR), cut.local(bias, VECTOR)
     added = cut.passed_on(residual, elements)
-    local = ChannelTensors(cut.local(x, elements), *affine, added, *parts)
-    y = run(cut, local, cut.mask(x, masking))
+    y = run(cut, (cut.local(x, elements), *affine, added, *parts), cut.mask(x, masking))
     if moves:
         cut.write_back(running[:2], parts[:2])
     return cut.whole(y, elements)

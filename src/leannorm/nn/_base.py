@@ -14,7 +14,7 @@ from leannorm.autograd import fast
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
 from leannorm.functional.valid import UNMASKED, Masking
-from leannorm.nn._layer import MaskedLayer
+from leannorm.nn._layer import MaskedLayer, parameter_of
 from leannorm.nn._statistics import HasStatistics
 
 
@@ -74,8 +74,8 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             self.running_mean if reads else None,
             self.running_var if reads else None,
             self.num_batches_tracked if updates else None,
-            self.weight,
-            self.bias,
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
             self.training,
             self.momentum,
             self.eps,
