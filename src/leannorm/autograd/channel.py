@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import (
-    Channels,
-    ChannelTensors,
-    KeptByChannelNorm,
-    Maybe,
-    Moments,
-    Running,
-    kept_of,
-)
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Maybe, Moments, Running, kept_of
 from leannorm.autograd import by_torch
 from leannorm.autograd.sync import Sharing, added_up, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS

@@ -37,14 +37,7 @@ from leannorm.autograd.sync import Sharing, may_be_repeated
 from leannorm.distributed.membership import sharing_group
 from leannorm.ops import select
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.as_given import (
-    BACKWARD,
-    CPU_AS_GIVEN,
-    EVALUATE,
-    FORWARD,
-    TRITON_AS_GIVEN,
-    RefusedError,
-)
+from leannorm.ops.as_given import BACKWARD, CPU_AS_GIVEN, EVALUATE, FORWARD, TRITON_AS_GIVEN, RefusedError
 from leannorm.ops.backends import ATEN, TRITON
 from leannorm.ops.backends.compiled import DTYPES, is_dense
 from leannorm.ops.backends.triton import INTERPRETED

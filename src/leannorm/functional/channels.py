@@ -23,13 +23,7 @@ from leannorm.functional.declare import Arguments
 from leannorm.functional.ghost import ghost_norm, of_all_ranks
 from leannorm.functional.running import may_be_fused, running_mean_and_rstd, update_running_statistics
 from leannorm.functional.shards import Cut, by_channel, without_channels
-from leannorm.functional.valid import (
-    Masking,
-    exported_at_data,
-    masking_of,
-    refuse_to_export,
-    valid_positions,
-)
+from leannorm.functional.valid import Masking, exported_at_data, masking_of, refuse_to_export, valid_positions
 from leannorm.ops.modes import exporting, rebuilding, recorded, sharded
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick
@@ -69,13 +63,14 @@ def normalized_channels(call: Arguments) -> Tensor:
     def of_rank(cut: Cut | None, tensors: AllButMask, masking: Masking) -> Tensor:
         valid = valid_positions(tensors[0], *masking)
         of = ChannelTensors(*tensors, None if valid is None else valid.mask)
+        here = norm if norm.zero or valid is not None else Channels(*norm[:5])  # all is data
         if not by_batch:
-            return _by_constants(of, norm)
+            return _by_constants(of, here)
         if name == "batch_norm":
             shares = sharing if cut is None else _of_batch(cut, of, norm, sharing, pool)
-            return _by_batch(of, norm, valid, shares, pool)
+            return _by_batch(of, here, valid, shares, pool)
         masked = valid is not None or masking[0] is not None  # even if this rank has no padding
-        return _by_samples(cut, of, norm, valid, masked)
+        return _by_samples(cut, of, here, valid, masked)
 
     if not sharded(*tensors):
         return of_rank(None, tensors, masking)
@@ -135,7 +130,7 @@ def _check(name: str, tensors: Any, norm: Channels) -> None:
 
 def _by_constants(tensors: ChannelTensors, norm: Channels) -> Tensor:
     """Normalize by running statistics."""
-    if tensors.mask is not None and not norm.zero:
+    if not norm.zero:
         tensors = ChannelTensors(*tensors[:7])
     if tensors.mask is None and (y := channel_evaluated(tensors, norm)) is not None:
         return y
