@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import record
 from leannorm._freed_memory import keep_freed_memory
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends import CPU
 
 # Every batch norm of ResNet-50 at 8x3x224x224, and how often it occurs.
@@ -106,12 +106,13 @@ def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable
     added = residual if row.residual else None
     leaf, leaf_weight, leaf_bias = (t.clone().requires_grad_() for t in (x, weight, bias))
     leaf_residual = residual.clone().requires_grad_()
+    norm = Channels(groups, 1e-5, row.act)
 
     def ours() -> list[Tensor]:
-        y, mean, _, rstd, _ = CPU.channel_forward(x, Epilogue(weight, bias, added, row.act), 1e-5, groups)
+        y, mean, _, rstd, _ = CPU.channel_forward(ChannelTensors(x, weight, bias, added), norm)
         out = y if row.residual else None
-        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, None, out, act=row.act)
-        dx, dweight, dbias, dz = CPU.channel_backward(dy, kept, groups, row.residual)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, None, out, norm=norm)
+        dx, dweight, dbias, dz = CPU.channel_backward(dy, kept, row.residual)
         return [y, dx, dweight, dbias, *([dz] if row.residual and dz is not None else [])]
 
     def torchs() -> list[Tensor]:

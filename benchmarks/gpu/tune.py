@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.gpu import modern
 from benchmarks.gpu.report import Report
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends.triton import tuned
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
@@ -108,9 +108,10 @@ def _calls(
         return x.to(memory_format=last), dy.to(memory_format=last), torch.rand(shape[1], device=device)
 
     def run(x: Tensor, dy: Tensor, weight: Tensor) -> list[Tensor]:
-        y, mean, _, rstd, _ = TRITON.channel_forward(x, Epilogue(weight, weight, None, "relu"), 1e-5, groups)
-        kept = KeptByChannelNorm(x, mean, rstd, weight, weight, act="relu")
-        dx, dweight, dbias, _ = TRITON.channel_backward(dy, kept, groups)
+        norm = Channels(groups, 1e-5, "relu")
+        y, mean, _, rstd, _ = TRITON.channel_forward(ChannelTensors(x, weight, weight), norm)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, weight, norm=norm)
+        dx, dweight, dbias, _ = TRITON.channel_backward(dy, kept)
         return [y, dx, dweight, dbias]
 
     size = torch.Size(shape).numel() * 2

@@ -38,23 +38,48 @@ class Pool:
         return type(None), ()
 
 
-class Epilogue(NamedTuple):
-    """What a kernel does with the normalized values before it writes: act(xhat * weight + bias +
-    residual)."""
+class Channels(NamedTuple):
+    """A per-channel norm: whose statistics it takes, and what it does with the normalized values.
 
+    `groups` is 0 for statistics of each channel, G for those of each sample's G groups of channels, -B for
+    those of each channel of every B samples. `by_batch`: whether they are the input's, to which running ones
+    move by `momentum` (None: 1 / the number of batches); otherwise they are the running ones, as constants.
+    `zero`: whether results are 0 where there is no data; otherwise that is normalized too, by the statistics
+    of the data. `outside`: whether eps is added to the root and not below it.
+    """
+
+    groups: int = 0
+    eps: float = 0.0
+    act: str = "identity"
+    by_batch: bool = True
+    momentum: float | None = None
+    zero: bool = True
+    outside: bool = False
+
+
+class ChannelTensors(NamedTuple):
+    """What a per-channel norm takes: act(norm(x) * weight + bias + residual).
+
+    Then the running statistics, the number of batches if it is counted, and the mask: bool, (N, positions of
+    a sample), contiguous, True at data; None if all of the input is data.
+    """
+
+    x: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
     residual: Tensor | None = None
-    act: str = "identity"
+    mean: Tensor | None = None
+    var: Tensor | None = None
+    num_batches: Tensor | None = None
+    mask: Tensor | None = None
 
 
 class KeptByChannelNorm(NamedTuple):
     """What a per-channel norm keeps: its backward pass reads it, and its output can be computed from it
     again.
 
-    The output is kept if the derivative of `act` is computed from it. `mask` is that of `Valid`. `size` is
-    the number of values behind each statistic, if the shape of x does not determine it. What the gradients do
-    not need is None.
+    The output is kept if the derivative of the activation is computed from it. `size` is the number of values
+    behind each statistic, if the shape of x does not determine it. What the gradients do not need is None.
     """
 
     x: Tensor
@@ -66,31 +91,24 @@ class KeptByChannelNorm(NamedTuple):
     output: Tensor | None = None
     mask: Tensor | None = None
     size: Tensor | None = None
-    act: str = "identity"
-
-    def epilogue(self) -> Epilogue:
-        return Epilogue(self.weight, self.bias, self.residual, self.act)
+    norm: Channels = Channels()
 
 
-def kept_of(
-    x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None
-) -> KeptByChannelNorm:
+def kept_of(tensors: ChannelTensors, mean: Tensor, rstd: Tensor, norm: Channels) -> KeptByChannelNorm:
     """The record of a norm that is about to be computed."""
-    weight, bias, residual, act = epilogue
-    return KeptByChannelNorm(x, mean, rstd, weight, bias, residual, None, mask, None, act)
+    x, weight, bias, residual, *_, mask = tensors
+    return KeptByChannelNorm(x, mean, rstd, weight, bias, residual, None, mask, None, norm)
 
 
 class Valid(NamedTuple):
     """Which positions of an input are data; values at the others never enter a statistic.
 
-    `mask` is bool, (N, positions of a sample), contiguous. `total` is the number of positions that are data;
-    None if only the device knows it. `zero`: whether results are 0 at the other positions, which otherwise
-    are normalized too, by the statistics of the data.
+    `mask` is that of `ChannelTensors`. `total` is the number of positions that are data; None if only the
+    device knows it.
     """
 
     mask: Tensor
     total: int | None
-    zero: bool = True
 
 
 class Rows(NamedTuple):

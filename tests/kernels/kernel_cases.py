@@ -11,7 +11,7 @@ import torch
 from cases import ACTS, CASES, DTYPES, ChannelCase, make
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Moments
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Moments
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE, Backend
 from leannorm.ops.plan import channel_plan, statistics_shape
@@ -125,14 +125,18 @@ class Call(NamedTuple):
     out_given: bool
 
     @property
-    def epilogue(self) -> Epilogue:
-        return Epilogue(self.weight, self.bias, self.residual, self.act)
+    def tensors(self) -> ChannelTensors:
+        return ChannelTensors(self.x, self.weight, self.bias, self.residual)
+
+    @property
+    def norm(self) -> Channels:
+        return Channels(self.groups, 1e-5, self.act)
 
     def kept(
         self, mean: Tensor, rstd: Tensor, output: Tensor | None = None, **more: Any
     ) -> KeptByChannelNorm:
-        weight, bias, residual, act = self.epilogue
-        return KeptByChannelNorm(self.x, mean, rstd, weight, bias, residual, output, act=act, **more)
+        of_norm = self.weight, self.bias, self.residual
+        return KeptByChannelNorm(self.x, mean, rstd, *of_norm, output, **{"norm": self.norm} | more)
 
     def double(self) -> Call:
         return self._replace(
@@ -168,10 +172,10 @@ _TENSORS = ("x", "dy", "weight", "bias", "residual")
 def results(backend: Backend, call: Call, statistics: tuple[Tensor, ...] | None = None) -> dict[str, Tensor]:
     """All that the fused and the single verbs return, by name; `statistics` of the forward pass if given."""
     x, dy, groups = call.x, call.dy, call.groups
-    y, mean, m2, rstd, _ = backend.channel_forward(x, call.epilogue, 1e-5, groups)
+    y, mean, m2, rstd, _ = backend.channel_forward(call.tensors, call.norm)
     mean_used, rstd_used, out = (mean, rstd, y) if statistics is None else statistics
     kept = call.kept(mean_used, rstd_used, out.to(x.dtype) if call.out_given else None)
-    dx, dweight, dbias, dz = backend.channel_backward(dy, kept, groups, True)
+    dx, dweight, dbias, dz = backend.channel_backward(dy, kept, True)
     sum_dz, sum_dz_xhat = backend.channel_grad_sums(dy, kept)
     dx_fixed, _ = backend.channel_input_grad(dy, kept)
     moments = backend.channel_moments(x, groups)

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 import leannorm  # noqa: E402
 from benchmarks import host_time  # noqa: E402
 from leannorm import nn  # noqa: E402
-from leannorm._types import Epilogue, KeptByRowNorm, Rows, Running  # noqa: E402
-from leannorm.autograd import channel as autograd_channel  # noqa: E402
+from leannorm._types import Channels, ChannelTensors, KeptByRowNorm, Rows  # noqa: E402
 from leannorm.autograd import fast  # noqa: E402
 from leannorm.ops import schema  # noqa: E402
 from leannorm.ops.backends import TRITON, triton  # noqa: E402
@@ -187,8 +186,8 @@ def numbers() -> None:
         given = torch.tensor(eps)
         LAUNCHED.clear()
         TRITON.row_forward(x, None, w, None, Rows(1, 2, given, True))
-        TRITON.channel_forward(images, Epilogue(), given)
-        TRITON.channel_evaluate(images, Running(mean, var, None, None), given, Epilogue())
+        TRITON.channel_forward(ChannelTensors(images), Channels(0, given))
+        TRITON.channel_evaluate(ChannelTensors(images, mean=mean, var=var), Channels(0, given))
         assert len(LAUNCHED) == 3
         for launched in LAUNCHED:  # Triton 3.9 puts a kernel's arguments in a tuple of their own
             assert any(type(v) is float and v == eps for v in tree_leaves(launched))
@@ -310,7 +309,7 @@ def layers() -> None:
         (lambda: Summed("silu", 8), (64, 8, 64, 64)),
     ]
     for nodes in dict.fromkeys((fast.NODES, None)):
-        fast.NODES = autograd_channel.NODES = nodes
+        fast.NODES = nodes
         for (make, shape), offset in itertools.product(made, (0, 1)):
             tape.forget()
             layer = make()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leannorm import functional, nn
-from leannorm._types import KeptByChannelNorm
+from leannorm._types import Channels, KeptByChannelNorm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fusing.steps import activation_of
 
@@ -93,7 +93,7 @@ def test_far_out_each_is_its_asymptote(name, dtype, kernels):
     for side, values in sides.items():
         z = torch.tensor([*values, float("nan")], dtype=dtype)[:, None].expand(-1, 4).contiguous()
         mean, rstd = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-        kept = KeptByChannelNorm(z, mean, rstd, act=name)
+        kept = KeptByChannelNorm(z, mean, rstd, norm=Channels(act=name))
         y = kernels.channel_normalize(kept)
         slope, _ = kernels.channel_input_grad(torch.ones_like(z), kept)
         plain = ACTIVATIONS[name].grad(z.to(torch.promote_types(dtype, torch.float32))).to(dtype)

@@ -26,7 +26,7 @@ from kernel_cases import (
     tried,
 )
 
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE
 
 
@@ -40,13 +40,14 @@ def test_the_verbs_are_the_references(kernels, given):
 def test_nothing_in_it(kernels, shape):
     x = torch.empty(shape)
     for groups in (0, 1) if shape[1] else (0,):
-        y, mean, m2, rstd, _ = kernels.channel_forward(x, Epilogue(act="relu"), 1e-5, groups)
+        norm = Channels(groups, 1e-5, "relu")
+        y, mean, m2, rstd, _ = kernels.channel_forward(ChannelTensors(x), norm)
         assert y.shape == shape
         assert mean.eq(0).all()
         assert m2.eq(0).all()
         torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-        kept = KeptByChannelNorm(x, mean, rstd, act="relu")
-        dx, dweight, dbias, dz = kernels.channel_backward(x, kept, groups, True)
+        kept = KeptByChannelNorm(x, mean, rstd, norm=norm)
+        dx, dweight, dbias, dz = kernels.channel_backward(x, kept, True)
         assert dx.shape == dz.shape == shape
         assert dweight.eq(0).all()
         assert dbias.eq(0).all()
@@ -58,10 +59,11 @@ def test_nothing_in_it(kernels, shape):
 @tried("shape", alike(EVERY[:2], [(3, 0, 4), (0, 4, 5), (2, 4, 0)]))
 def test_groups_of_nothing(kernels, shape):
     x = torch.empty(shape)
-    y, mean, _, rstd, _ = kernels.channel_forward(x, Epilogue(), 1e-5, 2)
+    norm = Channels(2, 1e-5)
+    y, mean, _, rstd, _ = kernels.channel_forward(ChannelTensors(x), norm)
     assert (y.shape, mean.shape) == (shape, (shape[0], 2))
     assert mean.eq(0).all()
-    dx, dweight, dbias, _ = kernels.channel_backward(x, KeptByChannelNorm(x, mean, rstd), 2)
+    dx, dweight, dbias, _ = kernels.channel_backward(x, KeptByChannelNorm(x, mean, rstd, norm=norm))
     assert (dx.shape, dweight.shape, dbias.shape) == (shape, shape[1:2], shape[1:2])
 
 
@@ -106,7 +108,7 @@ def test_what_is_not_a_number_stays_so(kernels, layout):
     call = call_on(ChannelCase((4, 6, 5, 7), layout), F32)
     call.x[1, 2, 3, 4] = float("nan")
     call.x[1, 3, 3, 4] = float("inf")
-    y, mean, m2, *_ = kernels.channel_forward(call.x, Epilogue(act="relu"), 1e-5)
+    y, mean, m2, *_ = kernels.channel_forward(ChannelTensors(call.x), Channels(0, 1e-5, "relu"))
     wrong = torch.tensor([False, False, True, True, False, False])
     assert torch.equal(m2.isfinite(), ~wrong)
     assert torch.equal(mean.isfinite(), ~wrong)
@@ -146,11 +148,11 @@ REBUILT = {
 @pytest.mark.sampled(of=3)
 def test_a_rebuilt_output_is_the_same_bits(kernels, shape, groups, dtype, act, layout):
     call = call_on(ChannelCase(shape, layout), dtype, act, groups)
-    y, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5, groups)
+    y, mean, _, rstd, _ = kernels.channel_forward(call.tensors, call.norm)
     assert torch.equal(y, kernels.channel_normalize(call.kept(mean, rstd)))
     assert y.stride() == call.x.stride()
     # and so are the gradients, whether the derivative is read from the output or rebuilt
-    kept, rebuilt = (kernels.channel_backward(call.dy, call.kept(mean, rstd, of), groups) for of in (y, None))
+    kept, rebuilt = (kernels.channel_backward(call.dy, call.kept(mean, rstd, of)) for of in (y, None))
     for a, b in zip(kept[:3], rebuilt[:3], strict=True):
         assert torch.equal(a, b)
 
@@ -164,7 +166,7 @@ IN_PLACE = {
 @tried("shape, layout", IN_PLACE)
 def test_the_gradient_in_the_inputs_place_is_the_same(kernels, shape, layout):
     call = call_on(ChannelCase(shape, layout), F32, "silu")
-    _, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5)
+    _, mean, _, rstd, _ = kernels.channel_forward(call.tensors, call.norm)
     kept = call.kept(mean, rstd)
     dx, dweight, dbias, _ = kernels.channel_backward(call.dy, kept)
     place = call.x.clone()
@@ -198,10 +200,10 @@ CONSTANT = {
 @tried("shape, groups, dtype, act, layout", CONSTANT)
 def test_constant_statistics_give_the_bits_of_the_single_verbs(kernels, shape, groups, dtype, act, layout):
     call = call_on(ChannelCase(shape, layout), dtype, act, groups, residual=True)
-    y, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5, groups)
+    y, mean, _, rstd, _ = kernels.channel_forward(call.tensors, call.norm)
     for out in (None, y) if act == "relu" else (None,):
-        kept = call.kept(mean, rstd, out)
-        dx, dweight, dbias, dz = kernels.channel_backward(call.dy, kept, groups, True, constant=True)
+        kept = call.kept(mean, rstd, out, norm=call.norm._replace(by_batch=False))
+        dx, dweight, dbias, dz = kernels.channel_backward(call.dy, kept, True)
         dbias_alone, dweight_alone = kernels.channel_grad_sums(call.dy, kept)
         for a, b in zip((dx, dz), kernels.channel_input_grad(call.dy, kept, None, True), strict=True):
             assert torch.equal(a, b)
@@ -218,8 +220,8 @@ def test_constant_statistics_give_the_bits_of_the_single_verbs(kernels, shape, g
 def test_a_parameter_of_any_dtype(kernels):
     x = torch.randn(4, 6, 5).bfloat16()
     weight, bias = torch.rand(6).double(), torch.randn(6).half()
-    y, *_ = kernels.channel_forward(x, Epilogue(weight, bias), 1e-5)
-    want, *_ = REFERENCE.channel_forward(x.double(), Epilogue(weight, bias.double()), 1e-5)
+    y, *_ = kernels.channel_forward(ChannelTensors(x, weight, bias), Channels(0, 1e-5))
+    want, *_ = REFERENCE.channel_forward(ChannelTensors(x.double(), weight, bias.double()), Channels(0, 1e-5))
     assert (y.double() - want).abs().max() <= torch.finfo(torch.bfloat16).eps * want.abs().max()
 
 

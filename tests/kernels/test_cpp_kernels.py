@@ -19,7 +19,7 @@ from kernel_cases import assert_close_to_reference, call_on, needs_kernels, resu
 from row_kernel_cases import both_ways, operands
 
 from leannorm import functional
-from leannorm._types import Epilogue, KeptByChannelNorm, Running
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops import select
 from leannorm.ops.backends import BACKENDS, CPU
 
@@ -170,7 +170,7 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
 
     x, dy, residual = (made(torch.randn(1, 5, *plane)) for _ in range(3))
     given = torch.randn(5).double(), torch.rand(5).double(), torch.rand(5), torch.rand(5)
-    kept = KeptByChannelNorm(x, *given, residual, act="relu")
+    kept = KeptByChannelNorm(x, *given, residual, norm=Channels(act="relu"))
     y = CPU.channel_normalize(kept)
     dx, dz = CPU.channel_input_grad(dy, kept, given[:2], True)
     alone = torch.ones(2, 5, *plane, dtype=dtype)  # too small for it
@@ -190,7 +190,7 @@ def test_where_a_gradient_waits_changes_no_bit(shape, groups, act):
     layout = "channels_last" if len(shape) == 4 else "contiguous"
     call = call_on(ChannelCase(shape, layout), torch.float32, act)
     groups = groups if shape[1] % 4 == 0 else groups // 2
-    y, mean, _, rstd, _ = CPU.channel_forward(call.x, Epilogue(act=act), 1e-5, groups)
+    y, mean, _, rstd, _ = CPU.channel_forward(ChannelTensors(call.x), Channels(groups, 1e-5, act))
     given = mean, rstd, None, None, None, y if act == "elu" else None, act, groups, False
     dx, dweight, dbias, _ = torch.ops.leannorm.channel_backward(call.dy, call.x, *given)
     over = call.x.clone()
@@ -208,13 +208,14 @@ def test_a_call_leaves_nothing_behind():
     malloc = ctypes.CDLL(None).mallinfo2
     malloc.restype = info
     call = call_on(ChannelCase((2, 4, 3, 3), "contiguous"), torch.float32, residual=True)
-    running = Running(torch.zeros(4), torch.ones(4), torch.tensor(0), 0.1)
-    unknown = KeptByChannelNorm(call.x, running.mean.double(), running.var.double(), act="softplus")
+    mean, var = torch.zeros(4), torch.ones(4)
+    tracked = ChannelTensors(call.x, mean=mean, var=var, num_batches=torch.tensor(0))
+    unknown = KeptByChannelNorm(call.x, mean.double(), var.double(), norm=Channels(act="softplus"))
 
     def calls(n):
         for _ in range(n):
             results(CPU, call)
-            CPU.channel_forward(call.x, Epilogue(), 1e-5, running=running)
+            CPU.channel_forward(tracked, Channels(0, 1e-5, momentum=0.1))
             with pytest.raises(RuntimeError, match="unknown activation"):
                 CPU.channel_normalize(unknown)
 
@@ -232,7 +233,7 @@ def test_more_elements_than_an_int_counts(shape):
     assert x.numel() > 2**31
     x.fill_(1)
     x[-1, -1] = 3
-    y, mean, _, rstd, _ = CPU.channel_forward(x, Epilogue(), 1e-5)
+    y, mean, _, rstd, _ = CPU.channel_forward(ChannelTensors(x), Channels(0, 1e-5))
     count = x[:, -1].numel()
     last = count + 2 * x[-1, -1].numel()
     assert abs(mean[-1].item() - last / count) < 1e-6

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn, use_backend
-from leannorm.autograd import channel, fast
+from leannorm.autograd import fast
 from leannorm.ops.backends import triton
 
 pytestmark = pytest.mark.skipif(
@@ -55,8 +55,7 @@ def nodes_in(request, monkeypatch):
     from leannorm.ops.backends.triton import tape
 
     if request.param == "Python":
-        for module in (fast, channel):
-            monkeypatch.setattr(module, "NODES", None)
+        monkeypatch.setattr(fast, "NODES", None)
     tape.forget()
     with use_backend("triton"):
         yield request.param

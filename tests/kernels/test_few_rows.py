@@ -7,7 +7,7 @@ import torch
 from cases import DTYPES, ChannelCase
 from kernel_cases import assert_close_to_reference, call_on, needs_kernels, results
 
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends import CPU
 
 pytestmark = needs_kernels
@@ -54,9 +54,10 @@ def test_a_channels_bits_do_not_depend_on_how_many_there_are(shape, groups, layo
     last = slice(-70, None)
 
     def both_ways(x, dy, weight, bias):
-        y, mean, m2, rstd, _ = CPU.channel_forward(x, Epilogue(weight, bias, None, "relu"), 1e-5, groups)
-        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, act="relu")
-        return y, mean, m2, rstd, *CPU.channel_backward(dy, kept, groups)[:3]
+        norm = Channels(groups, 1e-5, "relu")
+        y, mean, m2, rstd, _ = CPU.channel_forward(ChannelTensors(x, weight, bias), norm)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, norm=norm)
+        return y, mean, m2, rstd, *CPU.channel_backward(dy, kept)[:3]
 
     def some(t):
         memory = torch.channels_last if t.dim() == 4 else torch.contiguous_format

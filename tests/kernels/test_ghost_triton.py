@@ -6,7 +6,7 @@ from kernel_cases import EVERY
 from test_launches import counted  # noqa: F401  (a fixture)
 
 from leannorm import nn
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE, triton
 
 pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
@@ -27,12 +27,12 @@ def test_the_reference(kernels, shape, last):
         weight, bias = torch.rand(shape[1]) + 0.5, torch.randn(shape[1])
         found = []
         for backend in (kernels, REFERENCE):
-            epilogue = Epilogue(weight, bias, residual, act)
-            y, mean, m2, rstd, _ = backend.channel_forward(x, epilogue, 1e-5, -2)
-            kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
+            norm, given = Channels(-2, 1e-5, act), (weight, bias, residual)
+            y, mean, m2, rstd, _ = backend.channel_forward(ChannelTensors(x, *given), norm)
+            kept = KeptByChannelNorm(x, mean, rstd, *given, norm=norm)
             again = backend.channel_normalize(kept)
             sums = backend.channel_grad_sums(dy, kept)
-            grads = backend.channel_backward(dy, kept, -2, wanted)
+            grads = backend.channel_backward(dy, kept, wanted)
             alone = backend.channel_moments(x, -2)
             found.append((y, mean, m2, rstd, again, *sums, *grads, alone.mean, alone.m2))
         for got, want in zip(*found, strict=True):

@@ -17,11 +17,10 @@ from test_lean_device import needs_standin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import functional, nn, use_backend
-from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Rows, Running
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, KeptByRowNorm, Rows
 from leannorm.autograd import sync
 from leannorm.autograd.sync import Sharing
-from leannorm.functional import batch
-from leannorm.functional.valid import UNMASKED
+from leannorm.functional import channels
 from leannorm.ops.backends import REFERENCE, TRITON, triton
 from leannorm.ops.sums import HEADER
 
@@ -85,10 +84,9 @@ def heads() -> Callable[[torch.Tensor], torch.Tensor]:
 def over_ranks() -> Callable[[torch.Tensor], torch.Tensor]:
     """What SyncBatchNorm calls where there are several ranks; the sum over them counts as one launch."""
     m = nn.SyncBatchNorm(64)
-    running = Running(m.running_mean, m.running_var, m.num_batches_tracked, 0.1)
-    sharing = Sharing("ranks", "layer")
-    call = batch._Call(True, 1e-5, UNMASKED, sharing)
-    return lambda x: batch._local(x, running, Epilogue(m.weight, m.bias), call)
+    of_layer = m.weight, m.bias, None, m.running_mean, m.running_var, m.num_batches_tracked
+    norm, sharing = Channels(0, 1e-5, momentum=0.1), Sharing("ranks", "layer")
+    return lambda x: channels._by_batch(ChannelTensors(x, *of_layer), norm, None, sharing, None)
 
 
 # each row of the table: the layer, and an input; bf16 layers have parameters in 16 bits
@@ -258,11 +256,11 @@ def as_on_a_device(monkeypatch):
 def test_channel_kernels_store_the_weights_dtype(as_on_a_device, dtype, groups, samples):
     x, dy = torch.randn(samples, 4, 6), torch.randn(samples, 4, 6)
     weight = torch.rand(4).to(dtype)
-    found = []
+    found, norm = [], Channels(groups, 1e-5)
     for backend in (TRITON, REFERENCE):
-        _, mean, _, rstd, _ = REFERENCE.channel_forward(x, Epilogue(weight), 1e-5, groups)
-        kept = KeptByChannelNorm(x, mean, rstd, weight)
-        _, dweight, dbias, _ = backend.channel_backward(dy, kept, groups)
+        _, mean, _, rstd, _ = REFERENCE.channel_forward(ChannelTensors(x, weight), norm)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, norm=norm)
+        _, dweight, dbias, _ = backend.channel_backward(dy, kept)
         found.append((dweight, dbias))
     for ours, plain in zip(*found, strict=True):
         assert ours.dtype == dtype
@@ -301,17 +299,16 @@ def test_evaluation_in_one_launch_is_that_in_two(dtype, running):
     mean, var = torch.randn(4).to(running), torch.rand(4).to(running)
     weight, bias = torch.randn(4), torch.randn(4)
     for layout in (torch.contiguous_format, torch.channels_last):
-        for epilogue in (Epilogue(), Epilogue(weight, bias, residual, "relu")):
+        for *behind, act in ((None, None, None, "identity"), (weight, bias, residual, "relu")):
+            norm = Channels(0, 1e-5, act, False)
             given, constants = x.to(memory_format=layout), TRITON.constants_of(mean, var, 1e-5)
-            both = TRITON.channel_normalize(
-                KeptByChannelNorm(given, *constants, *epilogue[:3], act=epilogue.act)
-            )
-            one = TRITON.channel_evaluate(given, Running(mean, var, None, None), 1e-5, epilogue)
+            both = TRITON.channel_normalize(KeptByChannelNorm(given, *constants, *behind, norm=norm))
+            one = TRITON.channel_evaluate(ChannelTensors(given, *behind, mean, var), norm)
             assert torch.equal(one, both)
             assert one.stride() == both.stride()
     stepped = torch.stack((mean, mean), 1)[:, 0], torch.stack((var, var), 1)[:, 0]
     some, other = (
-        TRITON.channel_evaluate(x, Running(*of, None, None), 1e-5, Epilogue())
+        TRITON.channel_evaluate(ChannelTensors(x, None, None, None, *of), Channels(0, 1e-5))
         for of in (stepped, (mean, var))
     )
     assert torch.equal(some, other)

@@ -9,7 +9,7 @@ import torch
 from kernel_cases import needs_kernels
 from torch.overrides import TorchFunctionMode
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Rows
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Rows
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.shown import SHOWN
 
@@ -30,16 +30,19 @@ X, R, V = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 5, 3), torch.rand(6) + 0.5
 W, S = torch.rand(3) + 0.5, torch.randn(4, 1, 1, 3)
 MEAN, RSTD = torch.randn(6).double(), torch.rand(6).double() + 0.5
 MASK = torch.rand(4, 15) > 0.3
+PLAIN = ChannelTensors(X, V, V)
 ROWS = Rows(3, 4, 1e-5, False)
 LINES = Rows(3, 4, 1e-5, False, 1.0)
 GATED = Rows(3, 4, 1e-5, True, act="silu")
 CALLS = {
-    "channel_forward": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5)[:1],
-    "channel_forward, residual": lambda b: b.channel_forward(X, Epilogue(V, V, R, "silu"), 1e-5)[:1],
-    "channel_forward, groups": lambda b: b.channel_forward(X, Epilogue(V, V, None, "relu"), 1e-5, 2)[:1],
+    "channel_forward": lambda b: b.channel_forward(PLAIN, Channels(0, 1e-5))[:1],
+    "channel_forward, residual": lambda b: b.channel_forward(
+        PLAIN._replace(residual=R), Channels(0, 1e-5, "silu")
+    )[:1],
+    "channel_forward, groups": lambda b: b.channel_forward(PLAIN, Channels(2, 1e-5, "relu"))[:1],
     "channel_normalize": lambda b: (b.channel_normalize(KeptByChannelNorm(X, MEAN, RSTD, V)),),
-    "channel_forward, blocks": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5, -2)[:1],
-    "channel_forward, mask": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5, mask=MASK)[:1],
+    "channel_forward, blocks": lambda b: b.channel_forward(PLAIN, Channels(-2, 1e-5))[:1],
+    "channel_forward, mask": lambda b: b.channel_forward(PLAIN._replace(mask=MASK), Channels(0, 1e-5))[:1],
     "row_forward": lambda b: b.row_forward(X, None, W, W, ROWS)[:1],
     "row_forward, total": lambda b: b.row_forward(X, R, W, W, ROWS)[:2],
     "row_forward, rms": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 1.0))[:2],

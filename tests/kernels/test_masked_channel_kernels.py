@@ -10,7 +10,7 @@ from cases import ChannelCase
 from kernel_cases import BF16, EVERY, F16, F32, F64, Call, alike, call_on, on_every, tried
 
 from leannorm import nn, use_backend
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE
 
 NAN = float("nan")
@@ -44,12 +44,12 @@ def with_nan(call: Call, mask: torch.Tensor) -> Call:
 def results(backend, call, mask, statistics=None):  # type: ignore[no-untyped-def]
     """All that the verbs return, by name; backward by the `statistics` and the output given."""
     x, dy, groups = call.x, call.dy, call.groups
-    found = backend.channel_forward(x, call.epilogue, 1e-5, groups, mask=mask)
+    found = backend.channel_forward(call.tensors._replace(mask=mask), call.norm)
     named = dict(zip(("y", "mean", "m2", "rstd", "count"), found, strict=True))
     mean, rstd, size, out = statistics or (named["mean"], named["rstd"], named["count"], named["y"])
     kept = call.kept(mean, rstd, out.to(x.dtype) if call.out_given else None, mask=mask, size=size)
     named |= dict(zip(("sum_dz", "sum_dz_xhat"), backend.channel_grad_sums(dy, kept), strict=True))
-    grads = backend.channel_backward(dy, kept, groups, True)
+    grads = backend.channel_backward(dy, kept, True)
     named |= dict(zip(("dx", "dweight", "dbias", "dz"), grads, strict=True))
     named["again"] = backend.channel_normalize(kept)
     named["dx_fixed"], _ = backend.channel_input_grad(dy, kept)
@@ -127,11 +127,11 @@ def test_all_valid_is_no_mask_bit_for_bit(kernels, case, dtype, groups):
     call = call_on(case, dtype, "silu", groups, residual=True)
     x, dy = call.x, call.dy
     mask = torch.ones(mask_of(case.shape, "random").shape, dtype=torch.bool)
-    *plain, _ = kernels.channel_forward(x, call.epilogue, 1e-5, groups)
-    *masked, count = kernels.channel_forward(x, call.epilogue, 1e-5, groups, mask=mask)
+    *plain, _ = kernels.channel_forward(call.tensors, call.norm)
+    *masked, count = kernels.channel_forward(call.tensors._replace(mask=mask), call.norm)
     kept = call.kept(masked[1], masked[3])
-    plain += kernels.channel_backward(dy, kept, groups, True)
-    masked += kernels.channel_backward(dy, kept._replace(mask=mask, size=count), groups, True)
+    plain += kernels.channel_backward(dy, kept, True)
+    masked += kernels.channel_backward(dy, kept._replace(mask=mask, size=count), True)
     assert count.eq(x.numel() / x.shape[1] if not groups else x[0].numel() / groups).all()
     for one, other in zip(plain, masked, strict=True):
         assert torch.equal(one, other)
@@ -153,7 +153,9 @@ def test_a_mean_far_from_zero_behind_padding(kernels, last, dtype):
     assert (found.mean - values.mean(0)).abs().max() <= rounding + 1e-15 * 1e4
     m2 = (values - values.mean(0)).square().sum(0)
     torch.testing.assert_close(found.m2, m2, rtol=10 * rounding, atol=0)
-    *_, by_one_call, _, _ = kernels.channel_forward(x, Epilogue(), 1e-5, mask=mask.flatten(1))
+    *_, by_one_call, _, _ = kernels.channel_forward(
+        ChannelTensors(x, mask=mask.flatten(1)), Channels(0, 1e-5)
+    )
     torch.testing.assert_close(by_one_call, m2, rtol=10 * rounding, atol=0)
 
 
@@ -170,13 +172,13 @@ def test_squares_past_float32(kernels, last):
 @on_every("groups", 0, 2, 4)
 def test_no_position_is_valid(kernels, groups):
     x, mask = torch.full((3, 4, 5), NAN), torch.zeros(3, 5, dtype=torch.bool)
-    epilogue = Epilogue(None, None, x, "relu")
-    y, mean, m2, rstd, count = kernels.channel_forward(x, epilogue, 1e-5, groups, mask=mask)
+    norm = Channels(groups, 1e-5, "relu")
+    y, mean, m2, rstd, count = kernels.channel_forward(ChannelTensors(x, residual=x, mask=mask), norm)
     for zero in (y, mean, m2, count):
         assert not zero.any()
     torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-    kept = KeptByChannelNorm(x, mean, rstd, None, None, x, None, mask, count, "relu")
-    for zero in kernels.channel_backward(x, kept, groups, True):
+    kept = KeptByChannelNorm(x, mean, rstd, None, None, x, None, mask, count, norm)
+    for zero in kernels.channel_backward(x, kept, True):
         assert not zero.any()
 
 
@@ -184,14 +186,14 @@ def test_no_position_is_valid(kernels, groups):
 def test_nothing_in_it(kernels, shape):
     x, mask = torch.empty(shape), torch.empty(shape[0], shape[2], dtype=torch.bool)
     for groups in (0, 2):
-        epilogue = Epilogue(act="relu")
-        y, mean, m2, rstd, count = kernels.channel_forward(x, epilogue, 1e-5, groups, mask=mask)
+        norm = Channels(groups, 1e-5, "relu")
+        y, mean, m2, rstd, count = kernels.channel_forward(ChannelTensors(x, mask=mask), norm)
         assert y.shape == shape
         for zero in (mean, m2, count):
             assert not zero.any()
         torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-        kept = KeptByChannelNorm(x, mean, rstd, mask=mask, size=count, act="relu")
-        dx, dweight, dbias, dz = kernels.channel_backward(x, kept, groups, True)
+        kept = KeptByChannelNorm(x, mean, rstd, mask=mask, size=count, norm=norm)
+        dx, dweight, dbias, dz = kernels.channel_backward(x, kept, True)
         assert dx.shape == dz.shape == shape
         assert not dweight.any()
         assert not dbias.any()

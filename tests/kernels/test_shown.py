@@ -47,7 +47,7 @@ def test_a_mean_far_from_zero(mean, std, groups):
 def test_a_residual_of_a_wider_dtype_is_added_in_the_arithmetics():
     call = call_on(ChannelCase((4, 4, 3, 7)), F32, "silu", residual=True)
     wide = call._replace(residual=call.residual.double())
-    (y, mean, _, rstd, _), (same, *_) = (SHOWN.channel_forward(c.x, c.epilogue, 1e-5) for c in (wide, call))
+    (y, mean, _, rstd, _), (same, *_) = (SHOWN.channel_forward(c.tensors, c.norm) for c in (wide, call))
     assert torch.equal(y, same)
     gradients = SHOWN.channel_backward(call.dy, wide.kept(mean, rstd), want_dz=True)
     assert [v.dtype for v in gradients] == [F32] * 4

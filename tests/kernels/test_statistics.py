@@ -4,7 +4,7 @@ import pytest
 import torch
 from statistics_cases import total_of
 
-from leannorm._types import Epilogue, Moments, Running
+from leannorm._types import Channels, ChannelTensors, Moments, Running
 from leannorm.ops.backends import REFERENCE
 
 CHANNELS = (0, 1, 7, 33)
@@ -96,12 +96,13 @@ TRACKED = [(torch.float32, 0.1), (torch.bfloat16, None), (torch.float64, 1.0)]
 @pytest.mark.parametrize("shape", [(6, 5, 3, 3), (4, 5), (0, 5, 2)], ids=str)
 def test_a_forward_pass_that_tracks_is_two_calls_in_one(kernels, dtype, momentum, shape):
     x, weight, bias = torch.randn(shape), torch.rand(5), torch.rand(5)
-    arguments = x, Epilogue(weight, bias, torch.randn(shape), "relu"), 1e-5
+    tensors = ChannelTensors(x, weight, bias, torch.randn(shape))
+    norm = Channels(0, 1e-5, "relu", momentum=momentum)
     together, apart = ((torch.randn(5).to(dtype), torch.rand(5).to(dtype), torch.tensor(3)) for _ in range(2))
     for one, other in zip(together, apart, strict=True):
         other.copy_(one)
-    *found, _ = kernels.channel_forward(*arguments, running=Running(*together, momentum))
-    *want, _ = kernels.channel_forward(*arguments)
+    *found, _ = kernels.channel_forward(ChannelTensors(*tensors[:4], *together), norm)
+    *want, _ = kernels.channel_forward(tensors, norm)
     kernels.move_running(Running(*apart, momentum), Moments(want[1], want[2], x[:, 0].numel()))
     for one, other in zip((*found, *together), (*want, *apart), strict=True):
         assert torch.equal(one, other)
@@ -109,9 +110,9 @@ def test_a_forward_pass_that_tracks_is_two_calls_in_one(kernels, dtype, momentum
 
 def test_a_buffer_that_does_not_fit_leaves_all_as_they_were(kernels):
     mean, var, batches = torch.zeros(5), torch.ones(4), torch.tensor(3)
-    running = Running(mean, var, batches, 0.1)
+    tensors = ChannelTensors(torch.randn(2, 5, 3), None, None, None, mean, var, batches)
     with pytest.raises(RuntimeError, match="one value a channel"):
-        kernels.channel_forward(torch.randn(2, 5, 3), Epilogue(), 1e-5, running=running)
+        kernels.channel_forward(tensors, Channels(0, 1e-5, momentum=0.1))
     assert mean.eq(0).all()
     assert var.eq(1).all()
     assert batches == 3
@@ -131,7 +132,8 @@ def test_autograd_notices_that_a_buffer_has_moved(kernels, fused):
     y = weight * mean
     running, zeros = Running(mean, var, None, 0.1), torch.zeros(3, dtype=F64)
     if fused:
-        kernels.channel_forward(torch.randn(2, 3), Epilogue(), 1e-5, running=running)
+        tensors = ChannelTensors(torch.randn(2, 3), mean=mean, var=var)
+        kernels.channel_forward(tensors, Channels(0, 1e-5, momentum=0.1))
     else:
         kernels.move_running(running, Moments(zeros, zeros, 2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -146,7 +148,8 @@ def test_buffers_of_inference_mode_move(kernels):
         kernels.move_running(running, Moments(zeros + 1, zeros, 2))
         assert torch.equal(mean, torch.full((3,), 0.5))
         assert batches == 1
-        kernels.channel_forward(torch.ones(2, 3), Epilogue(), 1e-5, running=running)
+        tensors = ChannelTensors(torch.ones(2, 3), None, None, None, mean, var, batches)
+        kernels.channel_forward(tensors, Channels(0, 1e-5, momentum=0.5))
         assert torch.equal(mean, torch.full((3,), 0.75))
         assert batches == 2
 

@@ -10,7 +10,7 @@ from contract import ALL, KINDS, assert_close, each_mode, randomized, step
 from torch import nn as stock
 
 from leannorm import InputError, nn
-from leannorm.functional import batch
+from leannorm.functional import channels
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -156,6 +156,8 @@ def test_what_onnx_cannot_hold_is_an_error(monkeypatch):
         export(nn.BatchNorm1d(4), x, mask)
     with pytest.raises(InputError, match="group_size=2 cannot be exported"):
         export(nn.BatchNorm1d(4, group_size=2), x)
-    monkeypatch.setattr(batch, "sharing_group", lambda asked: "ranks")
+    with pytest.raises(InputError, match="group_size=2 cannot be exported"):  # whose statistics are a batch's
+        export(nn.BatchNorm1d(4, group_size=2, track_running_stats=False).eval(), x)
+    monkeypatch.setattr(channels, "sharing_group", lambda asked: "ranks")
     with pytest.raises(InputError, match="several ranks cannot be exported to ONNX, got a sync"):
         export(nn.SyncBatchNorm(4), x)

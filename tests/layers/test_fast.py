@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn
-from leannorm._types import KeptByChannelNorm
-from leannorm.autograd import channel, fast
+from leannorm._types import Channels, KeptByChannelNorm
+from leannorm.autograd import fast
 from leannorm.ops.backends import CPU
 
 pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
@@ -26,8 +26,18 @@ pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_no
 def nodes_in(request, monkeypatch):
     """Both kinds of autograd nodes, where both are here."""
     if request.param == "Python":
-        for module in (fast, channel):
-            monkeypatch.setattr(module, "NODES", None)
+        monkeypatch.setattr(fast, "NODES", None)
+
+
+class Summed(torch.nn.Module):
+    """A batch norm, plus a residual that its input makes, through an activation."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.norm = nn.BatchNormAct2d(8, act=act)
+
+    def forward(self, x):
+        return self.norm(x, x.sin())
 
 
 IMAGE = (6, 8, 5, 3)
@@ -43,6 +53,11 @@ LAYERS = {
     "batch, no statistics, eval": (lambda: nn.BatchNorm2d(8, track_running_stats=False).eval(), IMAGE),
     "batch, act": (lambda: nn.BatchNormAct2d(8, act="silu"), IMAGE),
     "batch, act by output": (lambda: nn.BatchNormAct2d(8, act="relu"), IMAGE),
+    "batch, residual": (lambda: Summed("identity"), IMAGE),
+    "batch, residual, act": (lambda: Summed("silu"), IMAGE),
+    "batch, residual, act by output": (lambda: Summed("relu"), IMAGE),
+    "batch, residual, eval": (lambda: Summed("silu").eval(), IMAGE),
+    "batch, residual, eval, act by output": (lambda: Summed("relu").eval(), IMAGE),
     "batch, eval": (lambda: nn.BatchNorm2d(8).eval(), IMAGE),
     "batch, eval, act": (lambda: nn.BatchNormAct2d(8, act="relu").eval(), IMAGE),
     "group": (lambda: nn.GroupNorm(2, 8), IMAGE),
@@ -131,7 +146,8 @@ def test_evaluation_has_the_gradients_of_the_single_verbs(act, dtype, layout, mo
     layer = trained(lambda: nn.BatchNormAct2d(8, act=act).eval(), dtype)
     x, dy = LAYOUTS[layout](torch.randn(IMAGE).to(dtype)), torch.randn(IMAGE).to(dtype)
     mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
-    kept = KeptByChannelNorm(x, mean, rstd, layer.weight.detach(), layer.bias.detach(), act=act)
+    affine = layer.weight.detach(), layer.bias.detach()
+    kept = KeptByChannelNorm(x, mean, rstd, *affine, norm=Channels(act=act))
     dbias, dweight = CPU.channel_grad_sums(dy, kept)
     dx, _ = CPU.channel_input_grad(dy, kept)
     want = dx, dweight.to(dtype), dbias.to(dtype)

@@ -6,7 +6,7 @@ import torch
 import leannorm
 from leannorm import functional as F
 from leannorm import nn
-from leannorm._types import Epilogue
+from leannorm._types import Channels, ChannelTensors
 from leannorm.ops.select import pick
 
 F64 = torch.float64
@@ -103,11 +103,12 @@ def test_all_valid_is_no_mask_bit_for_bit(layout, dtype):
     x, mask = given(layout, dtype, 1.0)
     whole = torch.ones_like(mask)
     assert torch.equal(F.group_norm(x, GROUPS, mask=whole), F.group_norm(x, GROUPS))
+    given_whole = ChannelTensors(x, mask=whole.flatten(1)), Channels(GROUPS, 1e-5)
     with leannorm.use_backend("reference"):
-        y, *_ = pick(x).channel_forward(x, Epilogue(), 1e-5, GROUPS, mask=whole.flatten(1))
+        y, *_ = pick(x).channel_forward(*given_whole)
         assert torch.equal(y, F.group_norm(x, GROUPS))
     # the kernels, where the host may not know that all are valid, add up in another order
-    y, *_ = pick(x).channel_forward(x, Epilogue(), 1e-5, GROUPS, mask=whole.flatten(1))
+    y, *_ = pick(x).channel_forward(*given_whole)
     rounding = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(y, F.group_norm(x, GROUPS), rtol=rounding, atol=rounding)
 

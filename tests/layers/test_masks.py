@@ -269,6 +269,22 @@ def test_fill_normalize(training, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "make", [lambda: nn.BatchNorm2d(3), lambda: nn.GroupNorm(3, 3), lambda: nn.InstanceNorm2d(3, affine=True)]
+)
+def test_fill_normalize_without_padding_is_the_plain_norm(make, backend):
+    torch.manual_seed(6)
+    x, dy = torch.randn(4, 3, 5, 6), torch.randn(4, 3, 5, 6)
+    whole = torch.ones(4, 5, 6, dtype=torch.bool)
+    with leannorm.use_backend(backend):
+        layer = randomized(make())
+        want = results(copy.deepcopy(layer), x, dy)
+        got = results(layer, x, dy, mask=whole, fill="normalize")
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("last", [False, True])
 def test_evaluation(last, backend):
     torch.manual_seed(7)

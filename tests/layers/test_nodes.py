@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import nn
-from leannorm.autograd import channel, fast, nodes
+from leannorm.autograd import fast, nodes
 from leannorm.report.info import installation
 
 SHAPE = (6, 4, 5, 3)
@@ -73,8 +73,7 @@ def in_python(node):
 
 
 def without_nodes(monkeypatch):
-    for module in (fast, channel):
-        monkeypatch.setattr(module, "NODES", None)
+    monkeypatch.setattr(fast, "NODES", None)
 
 
 def compare(told, monkeypatch):

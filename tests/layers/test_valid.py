@@ -29,7 +29,6 @@ def test_masks_broadcast_without_the_channel(shape):
     assert torch.equal(valid.mask, want)
     assert valid.total == int(want.sum())
     assert valid.mask.is_contiguous()
-    assert valid.zero
 
 
 def test_masks_of_rows():
@@ -47,7 +46,6 @@ def test_lengths_are_along_the_last_axis(dtype):
     want = (torch.arange(5) < torch.tensor([5, 2])[:, None])[:, None].expand(2, 4, 5).reshape(2, 20)
     assert torch.equal(valid.mask, want)
     assert valid.total == 28
-    assert not valid.zero
 
 
 def test_all_valid_is_no_mask():

@@ -17,7 +17,7 @@ def fused(outputs: torch.Tensor) -> int:
         if node is not None and node not in seen:
             seen.add(node)
             call = call_of(node) if hasattr(node, "_saved_how") else getattr(node, "call", node)
-            count += getattr(call, "act", "identity") != "identity"
+            count += getattr(getattr(call, "norm", None), "act", "identity") != "identity"
             left += [function for function, _ in node.next_functions]
     return count
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from leannorm._types import Maybe, Rows
+from leannorm._types import Channels, Maybe, Rows
 from leannorm.autograd.channel import ChannelAffine, ChannelCall, ChannelNorm
 from leannorm.autograd.gated import GatedNorm, RowCall
 from leannorm.autograd.rows import RowNorm
@@ -34,10 +34,9 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
     if name == "GatedNormBackward":
         return RowCall(backend, Rows(*settings))
     if name == "ChannelAffineBackward":
-        return ChannelCall(backend, settings[0], has_bias=has_bias)
-    act, eps, groups, has_residual = settings
-    of_all = backend.whole if has_residual else backend  # the verbs of `AsGiven` take none
-    return ChannelCall(of_all, act, eps, groups, has_bias=has_bias)
+        return ChannelCall(backend, Channels(act=settings[0], by_batch=False), has_bias=has_bias)
+    act, eps, groups, _ = settings
+    return ChannelCall(backend, Channels(groups, eps, act), has_bias=has_bias)
 
 
 def backward_of_node(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import Maybe, Moments, Rows, Running
+from leannorm._types import Channels, ChannelTensors, Maybe, Moments, Rows
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import native
 from leannorm.ops.layout import memory_format
@@ -39,13 +39,13 @@ def _in_one(x: Tensor, *vectors: Maybe) -> Any:
     return tuple([v if v is None else v.to(wide) for v in vectors])
 
 
-def _fuses(x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str) -> bool:
+def _fuses(tensors: ChannelTensors, act: str) -> bool:
     """Whether torch's activation on its own is as exact, and has autograd keep no more than promised."""
     if act == "identity":
         return True
-    if act not in ACTIVATIONS or (act in _JUMPS and x.dtype in _WIDE):
+    if act not in ACTIVATIONS or (act in _JUMPS and tensors[0].dtype in _WIDE):
         return False
-    return ACTIVATIONS[act].from_output is not None or not recorded(x, weight, bias, residual)
+    return ACTIVATIONS[act].from_output is not None or not recorded(*tensors[:4])
 
 
 def _behind(y: Tensor, residual: Maybe, act: str) -> Tensor:
@@ -57,38 +57,26 @@ def _behind(y: Tensor, residual: Maybe, act: str) -> Tensor:
     return y.relu_() if act == "relu" else ACTIVATIONS[act].forward(y)
 
 
-def batch_norm(
-    x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, eps: float
-) -> tuple[Tensor, Moments] | None:
-    """By the statistics of the batch, which are returned."""
-    if not _fuses(x, weight, bias, residual, act):
-        return None
-    channels, dtype = x.size(1), _WIDE.get(x.dtype, x.dtype)
-    mean, var = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
-    made = _of_batch(x, weight, bias, mean, var, 1.0, eps)  # with this momentum these are the batch's
-    if made is None:
-        return None
-    count = x.numel() // channels
-    return _behind(made, residual, act), Moments(mean, var * (count - 1), count)
-
-
-def tracked_batch_norm(
-    x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, eps: float, running: Running
-) -> Maybe:
-    """By the statistics of the batch, by which the running ones move, or none of them.
+def batch_norm(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments | None] | None:
+    """By the statistics of the batch, which are returned, or move the running ones if these are given.
 
     A recompute moves none, and gives the same bits.
     """
-    mean, var, count, momentum = running
-    assert mean is not None
-    assert var is not None
+    x, weight, bias, residual, mean, var, count, _ = tensors
+    _, eps, act, _, momentum, *_ = norm
+    if mean is not None and var is not None and not _may_move(x.size(1), mean, var):
+        return None
+    if not _fuses(tensors, act):
+        return None
     channels = x.size(1)
-    if not (mean.shape == var.shape == (channels,) and mean.is_contiguous() and var.is_contiguous()):
-        return None
-    if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
-        return None
-    if not _fuses(x, weight, bias, residual, act):
-        return None
+    if mean is None or var is None:
+        dtype = _WIDE.get(x.dtype, x.dtype)
+        mean, var = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
+        made = _of_batch(x, weight, bias, mean, var, 1.0, eps)  # with this momentum these are the batch's
+        if made is None:
+            return None
+        values = x.numel() // channels
+        return _behind(made, residual, act), Moments(mean, var * (values - 1), values)
     if rebuilding():
         mean, var, count = mean.clone(), var.clone(), None
     if momentum is None:
@@ -103,7 +91,14 @@ def tracked_batch_norm(
     torch._C._increment_version((mean, var))
     if count is not None:
         count.add_(1)
-    return _behind(y, residual, act)
+    return _behind(y, residual, act), None
+
+
+def _may_move(channels: int, mean: Tensor, var: Tensor) -> bool:
+    """Whether torch's operator may write to these running statistics."""
+    if not (mean.shape == var.shape == (channels,) and mean.is_contiguous() and var.is_contiguous()):
+        return False
+    return not (mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference())
 
 
 def _of_batch(
@@ -128,12 +123,13 @@ def _of_batch(
     return made[0] if native.is_exact(made[1], made[2]) else None
 
 
-def group_norm(x: Tensor, weight: Maybe, bias: Maybe, act: str, eps: float, groups: int) -> Maybe:
-    """By the statistics of each sample's groups of channels."""
+def group_norm(tensors: ChannelTensors, norm: Channels) -> Maybe:
+    """By the statistics of each sample's groups of channels; there is no residual."""
+    (x, weight, bias, *_), (groups, eps, act, *_) = tensors, norm
     vectors = _in_one(x, weight, bias)
     if vectors is None or eps < native.LEAST_EPS or not native.dense(x):
         return None
-    if not _fuses(x, weight, bias, None, act):
+    if not _fuses(tensors, act):
         return None
     samples, channels, layout = x.size(0), x.size(1), None
     if not x.is_contiguous():
@@ -155,12 +151,12 @@ def group_norm(x: Tensor, weight: Maybe, bias: Maybe, act: str, eps: float, grou
     return _behind(y if layout is None else y.contiguous(memory_format=layout), None, act)
 
 
-def evaluation(
-    x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, eps: float, running: Running
-) -> Maybe:
+def evaluation(tensors: ChannelTensors, norm: Channels) -> Maybe:
     """By running statistics, which are constants: later training may move them."""
-    vectors = _in_one(x, weight, bias, *running[:2])
-    if vectors is None or not native.dense(x) or not _fuses(x, weight, bias, residual, act):
+    x, weight, bias, residual, running_mean, running_var, *_ = tensors
+    _, eps, act, *_ = norm
+    vectors = _in_one(x, weight, bias, running_mean, running_var)
+    if vectors is None or not native.dense(x) or not _fuses(tensors, act):
         return None
     weight, bias, mean, var = vectors
     assert mean is not None
@@ -168,7 +164,7 @@ def evaluation(
     if recorded(x, weight, bias, residual):
         if weight is None or not weight.requires_grad:
             return None  # torch would keep x, which only the weight's gradient needs
-        if vectors[2] is running[0]:
+        if vectors[2] is running_mean:
             mean, var = mean.clone(), var.clone()
     try:
         if not native.is_exact_by_variance(mean, var, eps):

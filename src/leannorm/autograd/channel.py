@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Maybe, Moments, Running, Valid, kept_of
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Maybe, Moments, Running, kept_of
 from leannorm.autograd import by_torch
-from leannorm.autograd.nodes import NODES
 from leannorm.autograd.sync import Sharing, added_up, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import ATEN, CPU, REFERENCE, TRITON, Backend
+from leannorm.ops.backends import ATEN, REFERENCE, Backend
 from leannorm.ops.backends.compiled import like
-from leannorm.ops.backends.reference import over_channels
+from leannorm.ops.backends.reference import Forward, over_channels
 from leannorm.ops.backends.shown import shown
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded, recording, traced
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import gradient_dtype
-from leannorm.ops.select import pick, transformed
+from leannorm.ops.select import pick, picks_cpu, transformed
 
+Gradients = tuple[Tensor | None, Tensor, Tensor, Tensor | None]  # of x, weight, bias and residual
 # mean, M2, rstd, and the count if the shape does not determine it
 Statistics = tuple[Tensor, Tensor, Tensor, Maybe]
 
@@ -36,17 +36,13 @@ Statistics = tuple[Tensor, Tensor, Tensor, Maybe]
 class ChannelCall(NamedTuple):
     """The arguments of a per-channel norm that are not tensors.
 
-    `zero`: whether results are 0 where there is no data; otherwise they are normalized too, by the statistics
-    of the data. With `statistics` the function also returns mean, M2 and count. `wide` is the dtype for the
-    weight where the bias has another one (`wide_for`).
+    With `statistics` the function also returns mean, M2 and count. `wide` is the dtype for the weight where
+    the bias has another one (`wide_for`).
     """
 
     backend: Backend
-    act: str = "identity"
-    eps: float = 0.0
-    groups: int = 0
+    norm: Channels = Channels()
     sharing: Sharing | None = None
-    zero: bool = True
     statistics: bool = False
     wide: torch.dtype | None = None
     has_bias: bool = False
@@ -87,7 +83,7 @@ def _behind(act: str, residual: Tensor | None, y: Tensor) -> tuple[Tensor | None
 
 def _kept_by(ctx: Any) -> KeptByChannelNorm:
     call = ctx.call
-    kept = KeptByChannelNorm._make((*ctx.saved_tensors, call.act))
+    kept = KeptByChannelNorm._make((*ctx.saved_tensors, call.norm))
     if call.wide is None or kept.weight is None:
         return kept
     return kept._replace(weight=kept.weight.to(call.wide))
@@ -97,29 +93,32 @@ def statistics_of(x: Tensor, mask: Maybe, call: ChannelCall, again: str = "") ->
     """The sums of all ranks that share them. `again`: the name of a second sum, of statistics to be
     differentiated."""
     backend: Backend = REFERENCE if again else call.backend
-    moments, sharing = backend.channel_moments(x, call.groups, mask), call.sharing
+    groups, eps, *_ = call.norm
+    moments, sharing = backend.channel_moments(x, groups, mask), call.sharing
     if sharing is None:
         size = moments.count if isinstance(moments.count, Tensor) else None
-        return moments.mean, moments.m2, backend.rstd_of(moments, call.eps), size
+        return moments.mean, moments.m2, backend.rstd_of(moments, eps), size
     # of every group of every sample, which is how ranks add them up
     sums = backend.sums_of(Moments(moments.mean.flatten(), moments.m2.flatten(), moments.count))
     if again:
         total = added_up(sums, moments.count, sharing.group, sharing.call(again, x))
     else:
         total = shared(sums, moments.count, sharing, x)
-    mean, m2, rstd, count = backend.moments_of(total, call.eps)
-    if call.groups:
+    mean, m2, rstd, count = backend.moments_of(total, eps)
+    if groups:
         mean, m2, rstd = (v.view(moments.mean.shape) for v in (mean, m2, rstd))
     return mean, m2, rstd, count.detach() if again else count
 
 
-def _forward(
-    x: Tensor, epilogue: Epilogue, mask: Maybe, running: Running | None, call: ChannelCall, again: str = ""
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+def _forward(tensors: ChannelTensors, call: ChannelCall, again: str = "") -> Forward:
     """The output and its statistics, verb by verb, for what a single kernel call cannot do."""
+    x, weight, bias, residual, running_mean, var, num_batches, mask = tensors
+    norm = call.norm
     mean, m2, rstd, size = statistics_of(x, mask, call, again)
-    y = call.backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
-    if running is not None and size is not None:
+    behind = weight, bias, residual, None, mask if norm.zero else None, None, norm
+    y = call.backend.channel_normalize(KeptByChannelNorm(x, mean, rstd, *behind))
+    if running_mean is not None and size is not None:
+        running = Running(running_mean, var, num_batches, norm.momentum)
         call.backend.move_running(running, Moments(mean, m2, size))
     return y, mean, m2, rstd, size
 
@@ -133,13 +132,15 @@ class ChannelNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, mask: Maybe, running: Any, call: Any
     ) -> Any:
-        act = call.act
-        epilogue: Any = (weight, bias, residual, act)  # making a record takes time
-        if call.sharing is None and call.zero:
-            made = call.backend.channel_forward(x, epilogue, call.eps, call.groups, running, mask)
+        backend, norm, sharing, _, _, _ = call
+        running_mean, var, num_batches = running
+        # making a record takes time
+        tensors: Any = (x, weight, bias, residual, running_mean, var, num_batches, mask)
+        act = norm[2]
+        if sharing is None and norm[5]:
+            y, mean, m2, rstd, size = backend.channel_forward(tensors, norm)
         else:
-            made = _forward(x, epilogue, mask, running, call)
-        y, mean, m2, rstd, size = made
+            y, mean, m2, rstd, size = _forward(tensors, call)
         residual, out = (None, None) if residual is None else _behind(act, residual, y)
         bias = None if act == "identity" else bias
         ctx.save_for_backward(x, mean, rstd, weight, bias, residual, out, mask, size)
@@ -153,26 +154,24 @@ class ChannelNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *unused: Any) -> tuple[Tensor | None, ...]:
-        call = ctx.call
+        call, needed = ctx.call, ctx.needs_input_grad
         backend = call.backend
-        if backend.as_given and call.sharing is None and not twice_differentiable():
-            x, mean, rstd, weight, bias, *_ = ctx.saved_tensors
+        if backend.as_given and call.sharing is None and not (needed[3] or twice_differentiable()):
+            x, mean, rstd, weight, bias, residual, out, *_ = ctx.saved_tensors
             dy = dy if dy.is_contiguous() and x.is_contiguous() else like(x, dy)
-            arguments = dy, x, mean, rstd, weight, bias, None, None, call.act, call.groups
+            norm = call.norm
+            arguments = dy, x, mean, rstd, weight, bias, residual, out, norm[2], norm[0]
             dx, dweight, dbias, _ = backend.ops.channel_backward(*arguments, False, False, None, None)
             if weight is None:
                 return dx, None, None, None, None, None, None
             return dx, dweight, dbias if call.has_bias else None, None, None, None, None
         if dy is None and call.sharing is None:
             return (None,) * 7
-        needed = ctx.needs_input_grad
         gradients = _backward(ctx, dy, needed, twice_differentiable())
         return *[g if need else None for g, need in zip(gradients, needed, strict=False)], None, None, None
 
 
-def _backward(
-    ctx: Any, dy: Tensor | None, needed: Sequence[bool], twice: bool
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+def _backward(ctx: Any, dy: Tensor | None, needed: Sequence[bool], twice: bool) -> Gradients:
     call: ChannelCall = ctx.call
     kept, backend = _kept_by(ctx), call.backend
     if dy is None:
@@ -181,32 +180,28 @@ def _backward(
         backend = REFERENCE
         mean, _, rstd, _ = statistics_of(kept.x, kept.mask, call, "moments to differentiate twice")
         kept = kept._replace(mean=mean, rstd=rstd)
-    if call.sharing is None and call.zero:
-        return backend.channel_backward(dy, kept, call.groups, needed[3])
-    return _in_steps(backend, dy, kept, call, needed, twice)
+    if call.sharing is None and call.norm.zero:
+        return backend.channel_backward(dy, kept, needed[3])
+    return _in_steps(call._replace(backend=backend), dy, kept, needed, twice)
 
 
 def _in_steps(
-    backend: Backend,
-    dy: Tensor,
-    kept: KeptByChannelNorm,
-    call: ChannelCall,
-    needed: Sequence[bool],
-    twice: bool,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    call: ChannelCall, dy: Tensor, kept: KeptByChannelNorm, needed: Sequence[bool], twice: bool
+) -> Gradients:
     """The gradients verb by verb, if ranks share statistics or padding is normalized too."""
-    by_data, sharing, means, dx, dz = kept.mask, call.sharing, None, None, None
-    kept = kept if call.zero else kept._replace(mask=None)
+    backend, norm, sharing, *_ = call
+    by_data, groups, means, dx, dz = kept.mask, norm.groups, None, None, None
+    kept = kept if norm.zero else kept._replace(mask=None)
     sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
     if sharing is None:
         assert kept.size is not None
-        means = backend.channel_means(sums, kept.weight, call.groups, kept.size)
+        means = backend.channel_means(sums, kept.weight, groups, kept.size)
         dtype = gradient_dtype(kept.x, kept.weight)
-        dbias, dweight = ((s.sum(0) if call.groups else s).to(dtype) for s in sums)
+        dbias, dweight = ((s.sum(0) if groups else s).to(dtype) for s in sums)
     elif needed[0]:
         assert kept.size is not None
-        if call.groups:  # weighted and summed per group, before they are sent
-            of_groups = backend.channel_means(sums, kept.weight, call.groups, 1)
+        if groups:  # weighted and summed per group, before they are sent
+            of_groups = backend.channel_means(sums, kept.weight, groups, 1)
             sent = of_groups[0].flatten(), of_groups[1].flatten()
             total = gradient_sums_of_all(sent, sharing, kept.x, twice)
             of_dz, of_dz_xhat = backend.means_of(total, None, kept.size)
@@ -214,11 +209,11 @@ def _in_steps(
         else:
             total = gradient_sums_of_all(sums, sharing, kept.x, twice)
             means = backend.means_of(total, kept.weight, kept.size)
-    if sharing is not None and call.groups:
+    if sharing is not None and groups:
         dbias, dweight = dbias.sum(0), dweight.sum(0)
     if needed[0] or needed[3]:
         dx, dz = backend.channel_input_grad(dy, kept, means, needed[3])
-        if not call.zero and by_data is not None and means is not None:
+        if not norm.zero and by_data is not None and means is not None:
             constant, _ = backend.channel_input_grad(dy, kept)  # no statistic depends on the other positions
             dx = torch.where(over_channels(by_data, dx), dx, constant)
     return dx, dweight, dbias, dz
@@ -236,11 +231,12 @@ class ChannelAffine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Any:
         weight, bias, residual, mask, mean, rstd, call = others
-        act, backend = call.act, call.backend
+        act, backend = call.norm.act, call.backend
         if backend.as_given:
-            y = backend.ops.channel_normalize(x, mean, rstd, weight, bias, None, act, None)
+            y = backend.ops.channel_normalize(x, mean, rstd, weight, bias, residual, act, None)
         else:
-            y = backend.channel_normalize(kept_of(x, mean, rstd, Epilogue(weight, bias, residual, act), mask))
+            behind = weight, bias, residual, None, mask, None, call.norm
+            y = backend.channel_normalize(KeptByChannelNorm(x, mean, rstd, *behind))
         kept_x: Maybe = x
         if ctx.needs_input_grad[1]:
             residual, out = _behind(act, residual, y)
@@ -268,7 +264,7 @@ class ChannelAffine(torch.autograd.Function):
         elif not (need_x or need_residual):
             dbias, dweight = backend.channel_grad_sums(dy, kept)
         else:
-            dx, dweight, dbias, dz = backend.channel_backward(dy, kept, 0, need_residual, constant=True)
+            dx, dweight, dbias, dz = backend.channel_backward(dy, kept, need_residual)
         return (
             dx if need_x else None,
             dweight if need_weight else None,
@@ -282,100 +278,78 @@ apply_norm, apply_affine = applied_directly(ChannelNorm), applied_directly(Chann
 
 
 def channel_norm(
-    x: Tensor,
-    epilogue: Epilogue,
-    eps: float,
-    groups: int = 0,
-    running: Running | None = None,
-    valid: Valid | None = None,
-    sharing: Sharing | None = None,
+    tensors: ChannelTensors, norm: Channels, sharing: Sharing | None = None
 ) -> tuple[Tensor, Moments | None]:
     """`ChannelNorm`, or under a functorch transform its formula in plain torch.
 
-    The statistics are not returned if they have updated the `running` ones.
+    The statistics are not returned if they have moved the running ones.
     """
-    weight, bias, residual, act = epilogue
-    tensors = (x, weight, bias, residual)
-    buffers = () if running is None else running[:2]
-    mask, zero = (None, True) if valid is None else (valid.mask, valid.zero)
-    in_transform = transformed(*tensors, *buffers, mask)
-    if in_transform:
-        backend: Backend = REFERENCE
-    elif sharing is None:
-        backend = shown(pick(*tensors, *buffers), groups, mask)
-    else:
-        backend, sharing = pick(*tensors, *buffers), repeatable(sharing)
-    if backend is ATEN and groups == 0 and sharing is None and mask is None and not traced():
-        if running is None:
-            if (of_batch := by_torch.batch_norm(x, *epilogue, eps)) is not None:
-                return of_batch
-        elif (y := by_torch.tracked_batch_norm(x, *epilogue, eps, running)) is not None:
-            return y, None
-    if residual is not None and running is not None and valid is None and sharing is None:
-        y = _in_one_step(backend, x, epilogue, eps, running)
-        if y is not None:
-            return y, None
+    x, weight, bias, _, mean, var, num_batches, mask = tensors
+    given, compiling = tensors[:4], traced()
+    seen = given if mean is None else tensors[:6]
+    in_transform = transformed(*seen) if mask is None else transformed(*seen, mask)
+    backend: Backend = REFERENCE if in_transform else pick(*seen)
+    records = not in_transform and recorded(*given)
+    if sharing is not None:
+        sharing = sharing if in_transform else repeatable(sharing)
+    elif compiling:
+        backend = shown(backend, norm.groups, mask)
+    elif backend is ATEN and mask is None and norm.groups == 0:
+        of_torch = by_torch.batch_norm(tensors, norm)
+        if of_torch is not None:
+            return of_torch
     size: Maybe
-    if sharing is None and zero and (mask is None if in_transform else not recorded(*tensors)):
-        y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
+    if sharing is None and norm.zero and not records and not (in_transform and mask is not None):
+        y, of_mean, m2, _, size = backend.channel_forward(tensors, norm)
     else:
         wide, has_bias = wide_for(weight, bias), bias is not None
-        call = ChannelCall(backend, act, eps, groups, sharing, zero, running is None, wide, has_bias)
-        if in_transform or (sharing is None and not recorded(*tensors)):
-            again = "training forward" if in_transform else ""
-            y, mean, m2, _, size = _forward(x, epilogue, mask, running, call, again)
+        call = ChannelCall(backend, norm, sharing, mean is None, wide, has_bias)
+        if in_transform or (sharing is None and not records):
+            y, of_mean, m2, _, size = _forward(tensors, call, "training forward" if in_transform else "")
         else:
-            apply = ChannelNorm.apply if traced() else apply_norm
-            made = apply(x, weight, bias, residual, mask, running, call)
-            if running is not None:
+            apply = ChannelNorm.apply if compiling else apply_norm
+            made = apply(*given, mask, (mean, var, num_batches), call)
+            if mean is not None:
                 return made, None
-            y, mean, m2, *sizes = made
+            y, of_mean, m2, *sizes = made
             size = sizes[0] if sizes else None
-    if running is not None:
+    if mean is not None:
         return y, None
     if size is not None:
-        return y, Moments(mean, m2, size)
-    plan = channel_plan(x.shape, groups)
-    return y, Moments(mean, m2, plan.outer * plan.inner)
+        return y, Moments(of_mean, m2, size)
+    plan = channel_plan(x.shape, norm.groups)
+    return y, Moments(of_mean, m2, plan.outer * plan.inner)
 
 
-def _in_one_step(backend: Backend, x: Tensor, epilogue: Epilogue, eps: float, running: Running) -> Maybe:
-    """A call with a residual by its node in C++; None if the function in Python has to do it."""
-    if NODES is None or traced() or not (backend is CPU or backend is TRITON):
-        return None
-    weight, bias, residual, act = epilogue
-    y: Maybe = NODES.channel_norm(x, weight, bias, eps, act, 0, running, residual, backend is TRITON)
-    return y
-
-
-def group_norm_by_torch(x: Tensor, epilogue: Epilogue, eps: float, groups: int) -> Maybe:
+def group_norm_by_torch(tensors: ChannelTensors, norm: Channels) -> Maybe:
     """The output of `channel_norm` by each sample's groups, by torch; None if a backend computes it."""
-    weight, bias, _, act = epilogue
-    if traced() or transformed(x, weight, bias) or pick(x, weight, bias) is not ATEN:
+    given = tensors[:3]
+    if tensors.mask is not None or traced() or picks_cpu():
         return None
-    return by_torch.group_norm(x, weight, bias, act, eps, groups)
+    if transformed(*given) or pick(*given) is not ATEN:
+        return None
+    return by_torch.group_norm(tensors, norm)
 
 
-def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
+def channel_evaluated(tensors: ChannelTensors, norm: Channels) -> Tensor | None:
     """Evaluation by torch, or that autograd does not record; None if `channel_affine` must do it."""
-    tensors = (x, running.mean, running.var, *epilogue[:3])
-    if traced() or transformed(*tensors):
+    given = tensors[:6]
+    if traced() or transformed(*given):
         return None
-    backend = pick(*tensors)
-    y = by_torch.evaluation(x, *epilogue, eps, running) if backend is ATEN else None
-    return y if y is not None or recorded(*tensors) else backend.channel_evaluate(x, running, eps, epilogue)
+    backend = pick(*given)
+    y = by_torch.evaluation(tensors, norm) if backend is ATEN else None
+    return y if y is not None or recorded(*given) else backend.channel_evaluate(tensors, norm)
 
 
-def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None) -> Tensor:
+def channel_affine(tensors: ChannelTensors, mean: Tensor, rstd: Tensor, norm: Channels) -> Tensor:
     """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
-    weight, bias, residual, act = epilogue
-    tensors = (x, weight, bias, residual)
-    in_transform = transformed(*tensors, mean, rstd, mask)
-    backend = REFERENCE if in_transform else shown(pick(*tensors), 0, mask)
-    if in_transform or not recorded(*tensors):
-        return backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask))
+    given, mask = tensors[:4], tensors.mask
+    in_transform = transformed(*given, mean, rstd, mask)
+    backend = REFERENCE if in_transform else shown(pick(*given), 0, mask)
+    if in_transform or not recorded(*given):
+        return backend.channel_normalize(kept_of(tensors, mean, rstd, norm))
+    _, weight, bias, _ = given
     wide, has_bias = wide_for(weight, bias), bias is not None
-    call = ChannelCall(backend, act, wide=wide, has_bias=has_bias)
     apply = ChannelAffine.apply if traced() else apply_affine
-    y: Tensor = apply(x, weight, bias, residual, mask, mean, rstd, call)
+    y: Tensor = apply(*given, mask, mean, rstd, ChannelCall(backend, norm, None, False, wide, has_bias))
     return y

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Maybe
 from leannorm.autograd.channel import ChannelCall, Statistics, statistics_of, twice_differentiable
 from leannorm.autograd.sync import Sharing, gradient_sums_of_all
 from leannorm.ops.backends import REFERENCE
@@ -123,22 +123,13 @@ def rstd_outside(variance: Tensor, eps: float) -> Tensor:
     return power(power(variance, 0.5) + eps, -1.0)
 
 
-def _statistics(z: Tensor, call: ChannelCall, outside: bool, again: bool = False) -> Statistics:
+def _statistics(z: Tensor, call: ChannelCall, again: bool = False) -> Statistics:
     """The sums of all ranks that share them; those of a call `again` can be differentiated."""
     mean, m2, rstd, size = statistics_of(z, None, call, "training forward again" if again else "")
-    if outside:
+    if call.norm.outside:
         degrees = max(values_per_channel(z.shape) - 1, 1) if size is None else (size - 1).clamp_min(1)
-        rstd = rstd_outside(m2 / degrees, call.eps)
+        rstd = rstd_outside(m2 / degrees, call.norm.eps)
     return mean, m2, rstd, size
-
-
-class Normalization(NamedTuple):
-    """The norm after a convolution: its parameters, and its statistics if they are constants."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
 
 
 class KeptByConvNorm(NamedTuple):
@@ -164,21 +155,20 @@ class ConvNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, conv_weight: Tensor, *others: Any
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        conv_bias, weight, bias, mean, rstd, convolution, eps, outside, sharing = others
+        conv_bias, weight, bias, mean, rstd, convolution, norm, sharing = others
         z = convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
         m2 = size = None
         ctx.constant = mean is not None
         if mean is not None and rstd is not None:
             y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
-        elif outside or sharing is not None:
-            call = ChannelCall(backend, eps=eps, sharing=sharing)
-            mean, m2, rstd, size = _statistics(z, call, outside)
+        elif norm.outside or sharing is not None:
+            mean, m2, rstd, size = _statistics(z, ChannelCall(backend, norm, sharing))
             y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
         else:
-            y, mean, m2, rstd, _ = backend.channel_forward(z, Epilogue(weight, bias), eps)
+            y, mean, m2, rstd, _ = backend.channel_forward(ChannelTensors(z, weight, bias), norm)
         ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd, size))
-        ctx.convolution, ctx.eps, ctx.outside, ctx.sharing = convolution, eps, outside, sharing
+        ctx.convolution, ctx.norm, ctx.sharing = convolution, norm, sharing
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
         ctx.set_materialize_grads(False)
         if m2 is None:
@@ -189,7 +179,7 @@ class ConvNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 11
+            return (None,) * 10
         x, conv_weight, conv_bias, weight, mean, rstd, size = KeptByConvNorm(*ctx.saved_tensors)
         needed = ctx.needs_input_grad
         into: Tensor | None = None
@@ -198,14 +188,13 @@ class ConvNorm(torch.autograd.Function):
         else:
             z = ctx.convolution.apply(x, conv_weight, conv_bias)
             into = None if many_at_once(dy) else z
-        backend, sharing, twice = ctx.backend, ctx.sharing, twice_differentiable()
+        backend, norm, sharing, twice = ctx.backend, ctx.norm, ctx.sharing, twice_differentiable()
         if twice:
             backend, into = REFERENCE, None
             if not ctx.constant:
-                call = ChannelCall(backend, eps=ctx.eps, sharing=sharing)
-                mean, _, rstd, _ = _statistics(z, call, ctx.outside, twice)
+                mean, _, rstd, _ = _statistics(z, ChannelCall(backend, norm, sharing), twice)
         kept, means = KeptByChannelNorm(z, mean, rstd, weight), None
-        if ctx.constant or ctx.outside or sharing is not None:
+        if ctx.constant or norm.outside or sharing is not None:
             sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
             if not ctx.constant:
                 count = values_per_channel(z.shape) if size is None else size
@@ -214,9 +203,9 @@ class ConvNorm(torch.autograd.Function):
                 else:
                     total = gradient_sums_of_all(sums, sharing, z, twice)
                     means = backend.means_of(total, weight, count)
-                if ctx.outside:  # d rstd / d x has this additional factor
+                if norm.outside:  # d rstd / d x has this additional factor
                     degrees = max(count - 1, 1) if size is None else (size - 1).clamp_min(1)
-                    means = means[0], means[1] * (count / (degrees * (1 - ctx.eps * rstd)))
+                    means = means[0], means[1] * (count / (degrees * (1 - norm.eps * rstd)))
             dz, _ = backend.channel_input_grad(dy, kept, means, into=into)
         else:
             dz, dweight, dbias, _ = backend.channel_backward(dy, kept, into=into)
@@ -225,26 +214,27 @@ class ConvNorm(torch.autograd.Function):
             v.to(dtype) if need else None
             for v, dtype, need in zip((dweight, dbias), ctx.dtypes, needed[3:5], strict=True)
         ]
-        return (*gradients, *affine, None, None, None, None, None, None)
+        return (*gradients, *affine, None, None, None, None, None)
 
 
 def conv_norm(
     convolution: Convolution,
     operands: tuple[Tensor, Tensor, Tensor | None],
-    norm: Normalization,
-    eps: float,
-    outside: bool,
+    of_norm: tuple[Maybe, Maybe, Maybe, Maybe],
+    norm: Channels,
     sharing: Sharing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`ConvNorm`, or under a functorch transform its formula in plain torch."""
-    weight, bias, mean, rstd = norm
+    """`ConvNorm`, or under a functorch transform its formula in plain torch.
+
+    `of_norm` are the norm's weight and bias, and its mean and rstd if they are constants.
+    """
+    weight, bias, mean, rstd = of_norm
     if transformed(*operands, weight, bias):
         z, m2 = convolution.apply(*operands), None
         if mean is None or rstd is None:
-            call = ChannelCall(REFERENCE, eps=eps, sharing=sharing)
-            mean, m2, rstd, _ = _statistics(z, call, outside, again=True)
+            mean, m2, rstd, _ = _statistics(z, ChannelCall(REFERENCE, norm, sharing), again=True)
         return REFERENCE.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias)), mean, m2
-    result = ConvNorm.apply(*operands, *norm, convolution, eps, outside, sharing)
+    result = ConvNorm.apply(*operands, *of_norm, convolution, norm, sharing)
     if mean is not None:
         return result, mean, None
     y, mean, m2 = result

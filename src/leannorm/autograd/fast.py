@@ -7,6 +7,9 @@ strides, dtypes, devices and settings took the full path before, and repeats tha
 calls the result is None, and the caller takes the full path: it checks every rule, raises the error if one is
 broken, and picks a backend. Both paths use the same functions and operators and give the same bits.
 
+Tensors and settings are plain tuples in the order of `ChannelTensors` and `Channels`: making a record takes
+time.
+
 If the autograd nodes in C++ are built (`nodes.py`), they replace `ChannelNorm`, `ChannelAffine`, `RowNorm`
 and `GatedNorm`: same names, same saved tensors, which hooks see in the same order. They have the conditions
 of `usual_call`, and leave recorded backward passes to the functions in Python (`by_python.py`).
@@ -14,15 +17,17 @@ of `usual_call`, and leave recorded backward passes to the functions in Python (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
 
-from leannorm._types import Epilogue, Maybe, Rows, Running
+from leannorm._types import Channels, Maybe, Rows
 from leannorm.autograd import by_torch
 from leannorm.autograd.by_python import backward_of_node
 from leannorm.autograd.channel import ChannelAffine, ChannelCall, ChannelNorm, apply_affine, apply_norm
@@ -33,17 +38,8 @@ from leannorm.autograd.sync import Sharing, may_be_repeated
 from leannorm.distributed.membership import sharing_group
 from leannorm.ops import select
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.as_given import (
-    BACKWARD,
-    CPU_AS_GIVEN,
-    EVALUATE,
-    FORWARD,
-    TRITON_AS_GIVEN,
-    AsGiven,
-    RefusedError,
-)
+from leannorm.ops.as_given import BACKWARD, CPU_AS_GIVEN, EVALUATE, FORWARD, TRITON_AS_GIVEN, RefusedError
 from leannorm.ops.backends import ATEN, TRITON
-from leannorm.ops.backends.aten import Aten
 from leannorm.ops.backends.compiled import DTYPES, is_dense
 from leannorm.ops.backends.triton import INTERPRETED
 from leannorm.ops.backends.triton.tape import hand_over
@@ -53,14 +49,16 @@ from leannorm.ops.select import AUTO, picks_aten, picks_cpu, picks_triton
 
 _DTYPES, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+_record: Callable[[Any], Channels] = partial(tuple.__new__, Channels)  # in less time than by its class
 # looked up once: small calls use them every time
 _tracing = torch._C._is_tracing
 _transform = torch._C._functorch.peek_interpreter_stack
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 
 
-def _serving(x: Tensor) -> AsGiven | Aten | None:
-    """The backend whose kernels compute an eager call on this tensor as it is; None if there is none.
+def _serving(x: Tensor) -> Any:
+    """The backend whose kernels compute an eager call on this tensor as it is, an `AsGiven` or ATEN; None if
+    there is none.
 
     Called first, because a compiler or a tracer must not see that sizes are read.
     """
@@ -75,22 +73,15 @@ def _serving(x: Tensor) -> AsGiven | Aten | None:
     return TRITON_AS_GIVEN if picks_triton(x) else None
 
 
-def usual_call(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: Running | None = None,
-    moves: bool = False,
-    dense: bool = True,
-) -> bool:
+def usual_call(tensors: Any, moves: bool = False, dense: bool = True) -> bool:
     """Whether a backend's kernels can take these tensors as they are.
 
-    The call reads `running` statistics or, if it `moves` them, writes them. With `dense` the kernels take no
+    The call reads running statistics or, if it `moves` them, writes them. With `dense` the kernels take no
     other layout. What a kernel itself rejects before it writes is not checked here.
     """
     if forward_ad._current_level >= 0 or _transform() is not None or _backward_pass() != -1 or recording():
         return False
-    mean, var, count, _ = (None, None, None, None) if running is None else running
+    x, weight, bias, residual, mean, var, count, _ = tensors
     if has_torch_function_variadic(weight, bias, mean, var, count) or (dense and not is_dense(x)):
         return False
     on_cpu = x.is_cpu
@@ -101,6 +92,8 @@ def usual_call(
             return False
     elif bias is not None:
         return False
+    if residual is not None and not _is_like(residual, x):
+        return False
     if mean is not None and var is not None:
         if mean.is_cpu is not on_cpu or var.is_cpu is not on_cpu:
             return False
@@ -110,9 +103,18 @@ def usual_call(
             if count is not None and (count.is_cpu is not on_cpu or count.is_inference()):
                 return False
             for v in (x, weight, bias):
-                if v is not None and v.is_inference() and _recorded(x, weight, bias):
+                if v is not None and v.is_inference() and _recorded(x, weight, bias, residual):
                     return False  # autograd cannot save it, so statistics must not move
     return True
+
+
+def _is_like(residual: Tensor, x: Tensor) -> bool:
+    """Whether kernels take this residual of x as it is, and autograd can save it."""
+    if type(residual) not in _PLAIN or residual.layout is not x.layout or residual.device != x.device:
+        return False
+    if residual.is_inference() and torch.is_grad_enabled():
+        return False
+    return residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride()
 
 
 def _plain(*parameters: Maybe) -> bool:
@@ -122,31 +124,55 @@ def _plain(*parameters: Maybe) -> bool:
     return not has_torch_function_variadic(*parameters)
 
 
-def _recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """`modes.recorded` of these three."""
+def _recorded(x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe = None) -> bool:
+    """`modes.recorded` of these."""
     needed = x.requires_grad or (weight is not None and weight.requires_grad)
-    return (needed or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled()
+    needed = needed or (bias is not None and bias.requires_grad)
+    return (needed or (residual is not None and residual.requires_grad)) and torch.is_grad_enabled()
 
 
-def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, act: str, groups: int
-) -> Tensor | None:
-    """By the statistics of each sample's groups of channels."""
+def batch_norm(tensors: Any, norm: Any, sharing: Sharing | None = None) -> Maybe:
+    """By running statistics, which training updates, or by the batch's if there are none; with `sharing` by
+    the statistics of all ranks. The caller has checked that x has channels."""
+    x, _, _, residual, mean, var, _, _ = tensors
+    _, eps, _, by_batch, momentum, _, _ = norm
     backend = _serving(x)
-    if backend is None or not (x.dim() > 1 and eps >= 0 and x.numel() >= 2 * groups > 0):
+    if backend is None or not eps > 0:
         return None
-    return _by_own(backend, x, weight, bias, eps, act, groups)
+    tracks = mean is not None and var is not None
+    if not by_batch:
+        return _by_constants(backend, tensors, norm) if tracks else None
+    if not (momentum is None or (type(momentum) is float and 0 <= momentum <= 1)):
+        return None
+    if not tracks or frozen():
+        if not (tracks or mean is var) or sharing is not None or x.numel() <= x.size(1):
+            return None
+        if tracks:
+            tensors = (*tensors[:4], None, None, None, None)
+        return _by_own(backend, tensors, norm)
+    if sharing is not None and (group := sharing_group(sharing.asked)) is not None:
+        sharing = sharing._replace(group=group, seen=None, norm=Channels._make(norm), tracks=True)
+        return None if residual is not None else _by_all(backend, tensors, sharing)
+    return _by_own(backend, tensors, norm)
+
+
+def group_norm(tensors: Any, norm: Any) -> Maybe:
+    """By the statistics of each sample's groups of channels."""
+    x, groups, backend = tensors[0], norm[0], _serving(tensors[0])
+    if backend is None or not (x.dim() > 1 and norm[1] >= 0 and x.numel() >= 2 * groups > 0):
+        return None
+    return _by_own(backend, tensors, norm)
 
 
 def instance_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: Maybe,
+    bias: Maybe,
     eps: float,
+    act: str = "identity",
     rank: int | None = None,
     channels: int | None = None,
-    act: str = "identity",
-) -> Tensor | None:
+) -> Maybe:
     """By the statistics of each sample's channels, of a batch; where given, of so many axes and channels."""
     backend = _serving(x)
     if backend is None or not (x.dim() == rank if rank else x.dim() > 1) or not eps >= 0:
@@ -154,137 +180,93 @@ def instance_norm(
     channels = x.size(1) if channels is None else channels
     if x.size(1) != channels or x.numel() <= x.size(0) * channels:
         return None
-    return _by_own(backend, x, weight, bias, eps, act, channels)
+    tensors = x, weight, bias, None, None, None, None, None
+    return _by_own(backend, tensors, (channels, eps, act, True, None, True, False))
 
 
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str,
-    running: Running,
-    training: bool,
-    sharing: Sharing | None = None,
-) -> Tensor | None:
-    """By running statistics, which training updates, or by the batch's if there are none; with `sharing` by
-    the statistics of all ranks."""
-    backend = _serving(x)
-    mean, var, _, momentum = running
-    tracks = mean is not None and var is not None
-    if backend is None or not eps > 0:
-        return None
-    if not training:
-        return _by_constants(backend, x, weight, bias, eps, act, running) if tracks else None
-    if not (momentum is None or (type(momentum) is float and 0 <= momentum <= 1)):
-        return None
-    if not tracks or frozen():
-        if not (tracks or mean is var) or sharing is not None or x.dim() < 2 or x.numel() <= x.size(1):
-            return None
-        return _by_own(backend, x, weight, bias, eps, act, 0)
-    if sharing is not None and (group := sharing_group(sharing.asked)) is not None:
-        sharing = sharing._replace(group=group, seen=None, eps=eps, momentum=momentum, tracks=True)
-        return _by_all(backend, x, weight, bias, act, running, sharing)
-    return _by_own(backend, x, weight, bias, eps, act, 0, running)
-
-
-def _by_own(
-    backend: AsGiven | Aten,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str,
-    groups: int,
-    running: Running | None = None,
-) -> Tensor | None:
-    """`ChannelNorm`, which also updates the `running` statistics.
+def _by_own(backend: Any, tensors: Any, norm: Any) -> Maybe:
+    """`ChannelNorm`, which also updates the running statistics.
 
     The caller has checked what no kernel checks: `eps`, the momentum, and that x has channels with more than
     one value each.
     """
+    x, weight, bias, residual, mean, var, num_batches, mask = tensors
+    groups, eps, act, _, momentum, _, _ = norm
     y: Maybe
-    if isinstance(backend, Aten):
-        if not _plain(weight, bias):
+    if backend is ATEN:
+        if not (_plain(weight, bias) and (residual is None or _is_like(residual, x))):
             return None
         if groups:
-            return by_torch.group_norm(x, weight, bias, act, eps, groups)
-        if running is not None:
-            return by_torch.tracked_batch_norm(x, weight, bias, None, act, eps, running)
-        made = by_torch.batch_norm(x, weight, bias, None, act, eps)
+            return by_torch.group_norm(tensors, norm)
+        made = by_torch.batch_norm(tensors, norm)
         return None if made is None else made[0]
     if NODES is not None:
-        by_triton = backend is TRITON_AS_GIVEN
-        y = NODES.channel_norm(x, weight, bias, eps, act, groups, running, None, by_triton)
+        running = None if mean is None else (mean, var, num_batches, momentum)
+        y = NODES.channel_norm(
+            x, weight, bias, eps, act, groups, running, residual, backend is TRITON_AS_GIVEN
+        )
         if y is not None:
             return y
-    if not usual_call(x, weight, bias, running, running is not None):
+    if not usual_call(tensors, mean is not None):
         return None
     try:
-        if _recorded(x, weight, bias):
-            call = ChannelCall(backend, act, eps, groups, None, True, False, None, bias is not None)
-            y = apply_norm(x, weight, bias, None, None, running, call)
+        if _recorded(x, weight, bias, residual):
+            call = ChannelCall(backend, _record(norm), None, False, None, bias is not None)
+            y = apply_norm(x, weight, bias, residual, mask, (mean, var, num_batches), call)
             return y
-        return backend.channel_forward(x, Epilogue(weight, bias, None, act), eps, groups, running)[0]
+        y = backend.channel_forward(tensors, norm)[0]
+        return y
     except RefusedError:
         return None
 
 
-def _by_constants(
-    backend: AsGiven | Aten, x: Tensor, weight: Maybe, bias: Maybe, eps: float, act: str, running: Running
-) -> Maybe:
+def _by_constants(backend: Any, tensors: Any, norm: Any) -> Maybe:
     """`ChannelAffine` by running statistics."""
-    mean, var, *_ = running
+    x, weight, bias, residual, mean, var, _, mask = tensors
+    _, eps, act, _, _, _, _ = norm
     y: Maybe
-    if isinstance(backend, Aten):
-        if not _plain(weight, bias):
+    if backend is ATEN:
+        if not (_plain(weight, bias) and (residual is None or _is_like(residual, x))):
             return None
-        return by_torch.evaluation(x, weight, bias, None, act, eps, running)
-    if NODES is not None:
+        return by_torch.evaluation(tensors, norm)
+    if NODES is not None and residual is None:
         y = NODES.evaluation(x, weight, bias, eps, act, mean, var, backend is TRITON_AS_GIVEN)
         if y is not None:
             return y
-    if not usual_call(x, weight, bias, running):
+    if not usual_call(tensors):
         return None
     try:
-        if _recorded(x, weight, bias):
+        if _recorded(x, weight, bias, residual):
             constants = backend.ops.constants_of(mean, var, eps)
-            call = ChannelCall(backend, act, has_bias=bias is not None)
-            y = apply_affine(x, weight, bias, None, None, *constants, call)
+            call = ChannelCall(backend, _record(norm), None, False, None, bias is not None)
+            y = apply_affine(x, weight, bias, residual, mask, *constants, call)
             return y
-        return backend.channel_evaluate(x, running, eps, Epilogue(weight, bias, None, act))
+        y = backend.channel_evaluate(tensors, norm)
+        return y
     except RefusedError:
         return None
 
 
-def _by_all(
-    backend: AsGiven | Aten,
-    x: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    act: str,
-    running: Running,
-    sharing: Sharing,
-) -> Maybe:
+def _by_all(backend: Any, tensors: Any, sharing: Sharing) -> Maybe:
     """`ChannelNorm` of all ranks' inputs, on the CPU, for a call that no checkpoint repeats.
 
     Here a kernel would reject an argument too late, while other ranks wait for this rank's sums. So
     everything that it may reject is checked before. Ranks on the fast path and ranks on the full path send
     the same messages.
     """
-    mean, var, count, _ = running
-    if backend is not CPU_AS_GIVEN or x.dtype not in _DTYPES or act not in ACTIVATIONS or may_be_repeated():
+    x, weight, bias, _, mean, var, count, _ = tensors
+    if backend is not CPU_AS_GIVEN or x.dtype not in _DTYPES or sharing.norm.act not in ACTIVATIONS:
         return None
     channels = x.shape[1]
-    if channels == 0 or not usual_call(x, weight, bias, running, moves=True):
+    if may_be_repeated() or channels == 0 or not usual_call(tensors, moves=True):
         return None
     for v in (weight, bias, mean, var):
         if v is not None and not (_of_channels(v, channels) and not v.is_inference()):
             return None
     if x.is_inference() or (count is not None and not (count.dtype is torch.int64 and count.numel() == 1)):
         return None
-    call = ChannelCall(backend, act, sharing.eps, 0, sharing, True, False, None, bias is not None)
-    y: Tensor = apply_norm(x, weight, bias, None, None, running, call)
+    call = ChannelCall(backend, sharing.norm, sharing, False, None, bias is not None)
+    y: Tensor = apply_norm(x, weight, bias, None, None, (mean, var, count), call)
     return y
 
 
@@ -315,13 +297,13 @@ def row_norm(
         return None
     eps, before = eps_of(x, eps) if eps is None else eps, cast == "before"
     y: Maybe
-    if NODES is not None and not isinstance(backend, Aten):
+    if NODES is not None and backend is not ATEN:
         by_triton = backend is TRITON_AS_GIVEN
         y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, by_triton)
         if y is not None:
             return y
     usual = dim is None and weight_offset == 0 and not before
-    if isinstance(backend, Aten) and not (rms and usual):
+    if backend is ATEN and not (rms and usual):
         start = x.dim() - len(shape)
         if not usual or start < 0 or x.shape[start:] != shape or not _plain(weight, bias):
             return None
@@ -332,7 +314,8 @@ def row_norm(
     stop = start + len(shape)
     if not (eps >= 0 and 0 <= start < stop and x.shape[start:stop] == shape and isfinite(weight_offset)):
         return None
-    if not (usual_call(x, weight, bias, dense=False) and (dim is None or len(shape) == 1)):
+    usual = usual_call((x, weight, bias, None, None, None, None, None), dense=False)
+    if not (usual and (dim is None or len(shape) == 1)):
         return None
     for v in (weight, bias):
         if v is not None and not (v.shape == shape and v.is_floating_point()):
@@ -344,7 +327,8 @@ def row_norm(
         if _recorded(x, weight, bias):
             y = apply_row_norm(x, None, None, None, None, weight, bias, None, RowCall(backend, rows))
             return y
-        return backend.row_forward(x, None, weight, bias, rows)[0]
+        y = backend.row_forward(x, None, weight, bias, rows)[0]
+        return y
     except RefusedError:
         return None
 
@@ -354,7 +338,7 @@ def modulated(
 ) -> Tensor | None:
     """`RowNorm` with a scale and a shift, and without a weight; only in C++."""
     backend = None if NODES is None else _serving(x)
-    if backend is None or isinstance(backend, Aten):
+    if backend is None or backend is ATEN:
         return None
     y: Maybe = NODES.modulated(x, scale, shift, eps_of(x, eps), shape, rms, backend is TRITON_AS_GIVEN)
     return y
@@ -372,7 +356,7 @@ def gated_norm(
 ) -> Tensor | None:
     """`GatedNorm` with a weight; only in C++."""
     backend = None if NODES is None else _serving(x)
-    if backend is None or isinstance(backend, Aten) or cast not in ("after", "before"):
+    if backend is None or backend is ATEN or cast not in ("after", "before"):
         return None
     how = act, bool(norm_before_gate), cast == "before", backend is TRITON_AS_GIVEN
     y: Maybe = NODES.gated_norm(x, gate, weight, eps_of(x, eps), shape, *how)

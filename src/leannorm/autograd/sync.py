@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
+from leannorm._types import Channels
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
 from leannorm.ops.modes import rebuilding, recording
@@ -35,9 +36,8 @@ class Sharing(NamedTuple):
     """The ranks that a layer shares its statistics with, its name in errors, and its settings.
 
     `seen` are the layer's last forward passes, which checkpointing may recompute. `asked` is the layer's
-    `process_group`, and `group` the name of the group that this means in this call. `eps`, `momentum` and
-    whether it `tracks` running statistics must be equal on all ranks. `groups` is the number of groups of a
-    group norm, whose statistics are per sample.
+    `process_group`, and `group` the name of the group that this means in this call. The `norm` and whether it
+    `tracks` running statistics must be equal on all ranks.
     """
 
     group: str
@@ -46,15 +46,13 @@ class Sharing(NamedTuple):
     debug: bool = False
     seen: deque[Shared] | None = None
     asked: dist.ProcessGroup | str | None = None
-    eps: float = 0.0
-    momentum: float | None = None
+    norm: Channels = Channels()
     tracks: bool = False
-    groups: int = 0
 
     def call(self, what: str, x: Tensor) -> Call:
-        settings = self.eps, self.momentum, self.tracks
-        statistics = x.shape[0] * self.groups if self.groups else x.shape[1]
-        return Call(self.layer, what, statistics, self.timeout, self.debug, *settings)
+        groups, eps, _, _, momentum, *_ = self.norm
+        statistics = x.shape[0] * groups if groups > 0 else x.shape[1]
+        return Call(self.layer, what, statistics, self.timeout, self.debug, eps, momentum, self.tracks)
 
 
 class AddUp(torch.autograd.Function):

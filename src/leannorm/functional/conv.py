@@ -12,8 +12,8 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, MaybeTensor, Moments, Pool, Running
-from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
+from leannorm._types import Channels, ChannelTensors, Maybe, MaybeTensor, Moments, Pool, Running
+from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments, declare, in_training
@@ -23,7 +23,7 @@ from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
 from leannorm.ops.modes import autocasts, exporting, sharded
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
-Affine = tuple[Tensor | None, Tensor | None]
+Beside = tuple[Maybe, Maybe, None, Maybe, Maybe, Maybe]  # what `ChannelTensors` has next to x
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
@@ -100,6 +100,8 @@ def conv_batch_norm(
         return y
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
+    norm = Channels(0, eps, "identity", training, momentum, outside=eps_mode == "outside")
+    of_norm = bn_weight, bn_bias, None, running_mean, running_var
     if exporting():
         _checks.running_statistics(running_mean, running_var, training)
         x = input
@@ -107,8 +109,7 @@ def conv_batch_norm(
             layout = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
             x, padding = layout.padded(input), layout.padding
         z = stock.convolve(x, conv_weight, conv_bias, stride, padding, dilation, groups)
-        running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(bn_weight, bn_bias)
-        return stock.batch_norm(z, running, epilogue, eps, outside=eps_mode == "outside")
+        return stock.batch_norm(ChannelTensors(z, *of_norm), norm)
     _check_convolution(input, conv_weight, conv_bias, groups)
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
@@ -123,62 +124,52 @@ def conv_batch_norm(
     sizes = convolution.output_sizes(input, conv_weight)
     _checks.positive_output(sizes, input, conv_weight)
     count = input.shape[0] * prod(sizes)
-    running = Running(running_mean, running_var, num_batches_tracked, momentum)
     if training:
         _checks.more_than_one_value(input, count)
 
     device, autocast = input.device.type, autocasts(input)
-    run = _Run(convolution, training, eps, eps_mode == "outside", count, pool, device if autocast else None)
+    run = _Run(convolution, norm, count, pool, device if autocast else None)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)
     _checks.same_dtype("conv_weight", conv_weight, input)
-    operands, affine = (input, conv_weight, conv_bias), (bn_weight, bn_bias)
+    operands, beside = (input, conv_weight, conv_bias), (*of_norm, num_batches_tracked)
     if sharded(*tensors):
-        return _of_shards(run, operands, affine, running, groups, (input.shape[0], len(conv_weight), *sizes))
-    return run.output(operands, affine, running)
+        return _of_shards(run, operands, beside, groups, (input.shape[0], len(conv_weight), *sizes))
+    return run.output(operands, beside)
 
 
 class _Run(NamedTuple):
     """One rank's call. `values`: values per channel; `autocast`: the device whose autocast is on."""
 
     convolution: Convolution
-    training: bool
-    eps: float
-    outside: bool
+    norm: Channels
     values: int
     pool: Pool | None
     autocast: str | None
 
     def output(  # by name: torch 2.10's compiler cannot call a NamedTuple
-        self, operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None
+        self, operands: Operands, beside: Beside, sharing: Sharing | None = None
     ) -> Tensor:
+        weight, bias, _, running_mean, running_var, num_batches = beside
         mean = rstd = None
-        if not self.training and running.var is not None:
-            mean, rstd = running_mean_and_rstd(running, self.eps)
-            if self.outside:
-                rstd = rstd_outside(running.var.detach().to(rstd.dtype), self.eps)
+        norm = self.norm
+        if not norm.by_batch and running_var is not None:
+            mean, rstd = running_mean_and_rstd(running_mean, running_var, norm.eps)
+            if norm.outside:
+                rstd = rstd_outside(running_var.detach().to(rstd.dtype), norm.eps)
         with torch.autocast(self.autocast, enabled=False) if self.autocast else nullcontext():
-            normalization = Normalization(*affine, mean, rstd)
-            y, mean, m2 = conv_norm(
-                self.convolution, operands, normalization, self.eps, self.outside, sharing
-            )
+            y, mean, m2 = conv_norm(self.convolution, operands, (weight, bias, mean, rstd), norm, sharing)
         if m2 is not None:
+            running = Running(running_mean, running_var, num_batches, norm.momentum)
             update_running_statistics(running, Moments(mean, m2, self.values), self.pool)
         return y
 
 
-def _of_shards(
-    run: _Run,
-    operands: Operands,
-    affine: Affine,
-    running: Running,
-    groups: int,
-    shape: tuple[int, ...],
-) -> Tensor:
+def _of_shards(run: _Run, operands: Operands, beside: Beside, groups: int, shape: tuple[int, ...]) -> Tensor:
     """The call on parts of the batch, or with parts of the weight by output channels."""
     input, conv_weight, conv_bias = operands
-    of_one_mesh(*operands, *affine, *running[:3])
+    of_one_mesh(*operands, *beside)
     of_input, positions = Cut.of(input), range(1, input.dim())
     if not of_input.is_whole(positions):
         raise of_input.refuse(
@@ -194,10 +185,10 @@ def _of_shards(
         cut.local(conv_weight, [1, *(-1 for _ in positions)]),
         cut.local(conv_bias, VECTOR),
     )
-    local = cut.running(running)
-    sharing = cut.merged((0,), "conv_batch_norm", 0.0)
-    weight, bias = affine
-    y = run.output(parts, (cut.local(weight, VECTOR), cut.local(bias, VECTOR)), local, sharing)
+    weight, bias, _, *running = beside
+    local = cut.running(*running)
+    sharing = cut.merged((0,), "conv_batch_norm", run.norm)
+    y = run.output(parts, (cut.local(weight, VECTOR), cut.local(bias, VECTOR), None, *local), sharing)
     cut.write_back(running[:2], local[:2])
     return cut.whole(y, elements)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Moments
+from leannorm._types import Channels, ChannelTensors, Moments
 from leannorm.autograd.channel import channel_norm
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
@@ -16,27 +16,29 @@ from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick
 
 
-def ghost_norm(input: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
-    """The output, and the statistics of the whole batch. The last group may be smaller than `size`."""
-    samples, residual = input.shape[0], epilogue.residual
+def ghost_norm(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments]:
+    """The output, and the statistics of the whole batch. The last group of samples may be smaller."""
+    x, weight, bias, residual, *_ = tensors
+    samples, size = x.shape[0], -norm.groups
     whole = samples - samples % size if samples > size else samples
-    _checks.more_than_one_value_in_a_group(input, min(samples, size))
+    _checks.more_than_one_value_in_a_group(x, min(samples, size))
     if whole == samples:
-        y, moments = _groups(input, epilogue, eps, size)
+        y, moments = _groups(ChannelTensors(x, weight, bias, residual), norm)
         return y, _pooled(moments)
-    _checks.more_than_one_value_in_a_group(input, samples - whole)
+    _checks.more_than_one_value_in_a_group(x, samples - whole)
     parts = [
-        _groups(input[of], epilogue._replace(residual=None if residual is None else residual[of]), eps, size)
+        _groups(ChannelTensors(x[of], weight, bias, None if residual is None else residual[of]), norm)
         for of in (slice(whole), slice(whole, None))
     ]
     return torch.cat([y for y, _ in parts]), _pooled(*(moments for _, moments in parts))
 
 
-def _groups(x: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
+def _groups(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments]:
     """Groups of one size in one call; mean and M2 are (groups, C)."""
+    x, size = tensors.x, -norm.groups
     samples, channels = x.shape[:2]
     groups = 0 if samples <= size else channels if size == 1 else -size
-    y, moments = channel_norm(x, epilogue, eps, groups)
+    y, moments = channel_norm(tensors, Channels(groups, *norm[1:]))
     assert moments is not None
     if groups == 0:
         return y, Moments(moments.mean[None], moments.m2[None], values_per_channel(x.shape))

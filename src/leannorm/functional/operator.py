@@ -10,12 +10,12 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Moments, Running
+from leannorm._types import Channels, ChannelTensors, Moments
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
 from leannorm.functional.declare import AffineNames, Arguments, declare
-from leannorm.functional.door import hand_over, public
+from leannorm.functional.door import public, run
 from leannorm.functional.ghost import of_all_ranks
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
@@ -26,6 +26,8 @@ from leannorm.ops.plan import values_per_channel
 from leannorm.ops.running import frozen
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
+_TENSORS = "x", "estimated_mean", "estimated_var", "scale", "bias"
+_NAMES = *_TENSORS, "is_infer", "use_global_est", "epsilon", "momentum", "batch_id", "data_layout"
 
 
 class BatchNormOutput(NamedTuple):
@@ -38,14 +40,17 @@ class BatchNormOutput(NamedTuple):
     saved_var: Tensor
 
 
-def _operator(arguments: Arguments) -> Any:
-    names = "x", "estimated_mean", "estimated_var", "scale", "bias"
-    tensors: Any = tuple(arguments[name] for name in names)
-    settings = _Settings(*(arguments[name] for name in _Settings._fields))
-    return _checked(torch.ops.leannorm.batch_norm_op.default, tensors, settings)
+def _operator(call: Arguments) -> BatchNormOutput:
+    return _checked(torch.ops.leannorm.batch_norm_op.default, call)
 
 
-@public(operator=_operator)
+def _computed(call: Arguments) -> BatchNormOutput:
+    if transformed(call["x"], call["scale"], call["bias"]) or (call["is_infer"] and exporting()):
+        return _checked(_batch_norm_op, call)
+    return _operator(call)
+
+
+@public(_computed, operator=_operator)
 def batch_norm_op(
     x: Tensor,
     estimated_mean: Tensor,
@@ -87,31 +92,14 @@ def batch_norm_op(
     >>> torch.equal(mean, out.batch_mean), out.saved_mean.data_ptr() == mean.data_ptr()
     (True, True)
     """
-    settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)
-    tensors = (x, estimated_mean, estimated_var, scale, bias)
-    if (y := hand_over(batch_norm_op, (*tensors, *settings))) is not None:
-        return y
-    inside = transformed(x, scale, bias) or (is_infer and exporting())
-    run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
-    return _checked(run, tensors, settings)
+    tensors = x, estimated_mean, estimated_var, scale, bias
+    settings = is_infer, use_global_est, epsilon, momentum, batch_id, data_layout
+    return run(batch_norm_op, (*tensors, *settings))
 
 
-class _Settings(NamedTuple):
-    is_infer: bool
-    use_global_est: bool
-    epsilon: float
-    momentum: float
-    batch_id: int | Tensor | None
-    data_layout: str
-
-
-def _checked(
-    run: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    settings: _Settings,
-) -> BatchNormOutput:
-    """`batch_norm_op` by `run`: the operator, or the function that it runs."""
-    x, estimated_mean, estimated_var, scale, bias = tensors
+def _checked(compute: Callable[..., tuple[Tensor, Tensor, Tensor]], call: Arguments) -> BatchNormOutput:
+    """`batch_norm_op` by the operator, or by the function that it runs."""
+    x, estimated_mean, estimated_var, scale, bias, *settings = [call[name] for name in _NAMES]
     is_infer, use_global_est, epsilon, momentum, batch_id, data_layout = settings
     _checks.floating("x", x)
     _checks.at_least_2d(x)
@@ -144,7 +132,7 @@ def _checked(
     if sharded(*tensors):
         y, batch_mean, batch_var = _of_shards(tensors, batch_id, options)
     else:
-        y, batch_mean, batch_var = run(*tensors, batch_id, *options)
+        y, batch_mean, batch_var = compute(*tensors, batch_id, *options)
     return BatchNormOutput(
         y.movedim(1, last) if last > 1 else y, batch_mean, batch_var, estimated_mean, estimated_var
     )
@@ -155,7 +143,8 @@ def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, options: tuple
     of_one_mesh(*tensors, batch_id)
     x, mean, var, *_ = tensors
     cut, elements = Cut.of(x), range(x.dim())
-    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", options[2]) if x.numel() else None
+    norm = Channels(eps=options[2])
+    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", norm) if x.numel() else None
     sharing = None if sharing is None else sharing._replace(tracks=True)
     axes = elements, VECTOR, VECTOR, VECTOR, VECTOR
     parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
@@ -168,17 +157,18 @@ def _batch_norm_op(
     x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *others: Any, sharing: Sharing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = others
-    estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
+    tensors, norm = ChannelTensors(x, scale, bias), Channels(0, epsilon, by_batch=False)
+    estimates = estimated_mean, estimated_var
     if is_infer:
         if exporting():
-            y = stock.batch_norm(x, estimates, epilogue, epsilon)
+            y = stock.batch_norm(ChannelTensors(x, scale, bias, None, *estimates), norm)
         else:
-            y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
+            y = channel_affine(tensors, *running_mean_and_rstd(*estimates, epsilon), norm)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
         moments: Moments | None = of_all_ranks(REFERENCE.channel_moments(x.detach()), sharing, x)
     else:
-        y, moments = channel_norm(x, epilogue, epsilon, sharing=sharing)
+        y, moments = channel_norm(tensors, Channels(0, epsilon), sharing)
     assert moments is not None
     count = moments.count
     mean, var = moments.mean.detach(), moments.m2.detach() / at_least_one(count)
@@ -186,7 +176,7 @@ def _batch_norm_op(
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:
-        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
+        y = channel_affine(tensors, *running_mean_and_rstd(*estimates, epsilon), norm)
     return y, mean.to(estimated_mean.dtype), var.to(estimated_var.dtype)
 
 

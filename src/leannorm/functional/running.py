@@ -5,27 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, Moments, Pool, Running
-from leannorm.functional.declare import Arguments
-from leannorm.functional.valid import Masking, masking_of
+from leannorm._types import Maybe, Moments, Pool, Running
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, traced, transformed
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
 
 
-def of_channels(call: Arguments) -> tuple[Running, Epilogue, Masking]:
-    """The running statistics of a per-channel norm's arguments, what is done with the normalized values, and
-    the mask; a function may lack some of them."""
-    get = call.get
-    running = Running(get("running_mean"), get("running_var"), get("num_batches_tracked"), get("momentum"))
-    epilogue = Epilogue(call["weight"], call["bias"], get("residual"), get("act", "identity"))
-    return running, epilogue, masking_of(call)
-
-
-def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
+def running_mean_and_rstd(mean: Maybe, var: Maybe, eps: float) -> tuple[Tensor, Tensor]:
     """Mean and rstd of evaluation, as constants: running statistics get no gradient. They must be given."""
-    mean, var, _, _ = running
     if mean is None or var is None:
         raise AssertionError("evaluation has been checked to have running statistics")
     if mean.requires_grad or var.requires_grad:
@@ -42,18 +30,18 @@ def _serving(*tensors: Tensor | None) -> Backend:
     return pick(*tensors)
 
 
-def fused_update(running: Running) -> Running | None:
-    """`running`, if the norm's own kernel may update it; if None, `update_running_statistics` does.
+def may_be_fused(running: Running) -> bool:
+    """Whether the norm's own kernel may update them; otherwise `update_running_statistics` does.
 
     The kernel may not do so in compiled code, if a buffer needs a gradient, in a recompute, and if the count
     of batches is not int64 (an averaged or cast copy of all buffers).
     """
     mean, var, num_batches, _ = running
     if mean is None or var is None or traced() or rebuilding():
-        return None
+        return False
     if mean.requires_grad or var.requires_grad:
-        return None
-    return running if num_batches is None or num_batches.dtype is torch.int64 else None
+        return False
+    return num_batches is None or num_batches.dtype is torch.int64
 
 
 def update_running_statistics(running: Running, moments: Moments, pool: Pool | None = None) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, MaybeTensor, Running
+from leannorm._types import Channels, ChannelTensors, MaybeTensor
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import mesh_group, ranks_of
 from leannorm.functional.valid import UNMASKED, Masking, positions_of_data
@@ -114,10 +114,9 @@ class Cut:
             part.register_hook(torch.clone)
         return part
 
-    def running(self, running: Running) -> Running:
+    def running(self, mean: Any, var: Any, count: Any) -> tuple[Any, Any, Any]:
         """This rank's part of running statistics."""
-        mean, var, count, momentum = running
-        return Running(self.local(mean, VECTOR), self.local(var, VECTOR), self.local(count, ()), momentum)
+        return self.local(mean, VECTOR), self.local(var, VECTOR), self.local(count, ())
 
     def whole(self, part: Tensor, axes: Axes, shape: Sequence[int] | None = None) -> Tensor:
         """The DTensor of all ranks' parts."""
@@ -140,10 +139,10 @@ class Cut:
                     made = _placed(self.whole(part, VECTOR, v.shape), self.mesh, v.placements)
                     v.to_local().copy_(made.to_local())
 
-    def merged(self, axes: Collection[int], name: str, eps: float, groups: int = 0) -> Sharing | None:
+    def merged(self, axes: Collection[int], name: str, norm: Channels) -> Sharing | None:
         """How statistics over these axes are merged; None if no other rank has a part."""
         dims = tuple(i for i, axis in enumerate(self.axes) if axis in axes and self.mesh.size(i) > 1)
-        return Sharing(mesh_group(self.mesh, dims), name, eps=eps, groups=groups) if dims else None
+        return Sharing(mesh_group(self.mesh, dims), name, norm=norm) if dims else None
 
     def is_whole(self, axes: Collection[int]) -> bool:
         """Whether none of these axes is sharded."""
@@ -194,34 +193,33 @@ class Cut:
 
 
 def by_channel(
-    run: Callable[[Cut, Tensor, Running, Epilogue, Masking], Tensor],
-    x: Tensor,
-    running: Running,
-    epilogue: Epilogue,
+    run: Callable[[Cut, Any, Masking], Tensor],
+    tensors: Sequence[Any],
     masking: Masking,
-    moves: bool = False,
+    moves: bool,
 ) -> Tensor:
     """A per-channel norm of DTensors: `run` on the local ones. `moves`: whether it updates the running
     statistics."""
-    weight, bias, residual, act = epilogue
+    x, weight, bias, residual, *running = tensors
     elements = range(x.dim())
-    of_one_mesh(x, *running[:3], weight, bias, residual, masking[0])
+    of_one_mesh(*tensors, masking[0])
     cut = Cut.of(x)
-    parts = cut.running(running)
+    parts = cut.running(*running)
     affine = cut.local(weight, VECTOR), cut.local(bias, VECTOR)
-    behind = Epilogue(*affine, cut.passed_on(residual, elements), act)
-    y = run(cut, cut.local(x, elements), parts, behind, cut.mask(x, masking))
+    added = cut.passed_on(residual, elements)
+    y = run(cut, (cut.local(x, elements), *affine, added, *parts), cut.mask(x, masking))
     if moves:
         cut.write_back(running[:2], parts[:2])
     return cut.whole(y, elements)
 
 
-def without_channels(x: Tensor, epilogue: Epilogue) -> Tensor:
+def without_channels(tensors: ChannelTensors) -> Tensor:
     """The results of a rank without channels: empty, but connected to the graph."""
+    x, weight, bias, residual, *_ = tensors
     y = x.clone()
-    for v in epilogue[:2]:
+    for v in (weight, bias):
         y = y if v is None else y + v.view(-1, *(1,) * (x.dim() - 2)).to(y.dtype)
-    return y if epilogue.residual is None else y + epilogue.residual.to(y.dtype)
+    return y if residual is None else y + residual.to(y.dtype)
 
 
 def by_row(

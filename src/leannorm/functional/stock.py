@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._types import Epilogue, Rows, RowTensors, Running
+from leannorm._types import Channels, ChannelTensors, Rows, RowTensors
 from leannorm.functional.valid import UNMASKED, Masking, exported_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE
@@ -28,23 +28,23 @@ from leannorm.ops.precision import compute_dtype
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
-def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outside: bool = False) -> Tensor:
+def batch_norm(tensors: ChannelTensors, norm: Channels) -> Tensor:
     """Normalize by the running statistics, or by the input's own if there are none, as a layer without them
     does.
 
-    None of torch's norms has eps `outside` of the root: then it is a difference, a product and a sum.
+    None of torch's norms has eps outside of the root: then it is a difference, a product and a sum.
     """
-    weight, bias, residual, act = epilogue
-    wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
-    if outside:
+    x, weight, bias, residual, mean, var, *_ = tensors
+    wide, mean, var, weight, bias = _of_one_dtype(x, mean, var, weight, bias)
+    if norm.outside:
         if var is None:
             var, mean = torch.var_mean(wide, (0, *range(2, x.dim())))
-        scale, positions = (var.sqrt() + eps).reciprocal(), (1,) * (x.dim() - 2)
+        scale, positions = (var.sqrt() + norm.eps).reciprocal(), (1,) * (x.dim() - 2)
         scale = scale if weight is None else scale * weight
         y = (wide - mean.view(-1, *positions)) * scale.view(-1, *positions)
-        return _finished(y if bias is None else y + bias.view(-1, *positions), x, residual, act)
-    y = F.batch_norm(wide, mean, var, weight, bias, mean is None, running.momentum or 0.0, eps)
-    return _finished(y, x, residual, act)
+        return _finished(y if bias is None else y + bias.view(-1, *positions), x, residual, norm.act)
+    y = F.batch_norm(wide, mean, var, weight, bias, mean is None, norm.momentum or 0.0, norm.eps)
+    return _finished(y, x, residual, norm.act)
 
 
 def convolve(x: Tensor, *arguments: Any) -> Tensor:
@@ -53,17 +53,13 @@ def convolve(x: Tensor, *arguments: Any) -> Tensor:
     return y
 
 
-def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor:
-    """By the statistics of each group of channels of each sample."""
-    weight, bias, residual, act = epilogue
-    wide, weight, bias = _of_one_dtype(x, weight, bias)
-    return _finished(F.group_norm(wide, groups, weight, bias, eps), x, residual, act)
-
-
-def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
-    """Normalize by the statistics of the valid positions of each group: a formula, as torch has no such
-    norm."""
-    mask, lengths, fill = masking
+def group_norm(tensors: ChannelTensors, norm: Channels, masking: Masking = UNMASKED) -> Tensor:
+    """By the statistics of each group of channels of each sample, of its valid positions: then a formula, as
+    torch has no such norm."""
+    (x, weight, bias, *_), (groups, eps, act, *_), (mask, lengths, _) = tensors, norm, masking
+    if mask is None and lengths is None:
+        wide, weight, bias = _of_one_dtype(x, weight, bias)
+        return _finished(F.group_norm(wide, groups, weight, bias, eps), x, None, act)
     padding = ~exported_positions(x, mask, lengths)
 
     def of_groups(v: Tensor) -> Tensor:
@@ -77,22 +73,19 @@ def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, ma
     outside = of_groups(padding.expand_as(x))
     var = (seen - mean).masked_fill(outside, 0).square().sum(2, keepdim=True) / count
     y = ((of_groups(wide) - mean) * torch.rsqrt(var + eps)).reshape(x.shape)
-    weight, bias, residual, act = epilogue
     along = (-1, *(1,) * (x.dim() - 2))
     y = y if weight is None else y * weight.to(y.dtype).view(along)
     y = y if bias is None else y + bias.to(y.dtype).view(along)
-    result: Tensor = _finished(y, x, residual, act)
-    return result.masked_fill(padding, 0) if fill == "zero" else result
+    result: Tensor = _finished(y, x, None, act)
+    return result.masked_fill(padding, 0) if norm.zero else result
 
 
-def instance_norm(
-    x: Tensor, running: Running, epilogue: Epilogue, use_input_stats: bool, eps: float
-) -> Tensor:
+def instance_norm(tensors: ChannelTensors, norm: Channels) -> Tensor:
     """By the statistics of each channel of each sample, or by the running ones; nothing moves."""
-    weight, bias, residual, act = epilogue
-    wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
-    y = F.instance_norm(wide, mean, var, weight, bias, use_input_stats, running.momentum or 0.0, eps)
-    return _finished(y, x, residual, act)
+    x, weight, bias, residual, mean, var, *_ = tensors
+    wide, mean, var, weight, bias = _of_one_dtype(x, mean, var, weight, bias)
+    y = F.instance_norm(wide, mean, var, weight, bias, norm.by_batch, norm.momentum or 0.0, norm.eps)
+    return _finished(y, x, residual, norm.act)
 
 
 def row_norm(

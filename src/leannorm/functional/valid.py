@@ -27,11 +27,6 @@ def masking_of(call: Arguments) -> Masking:
     return call.get("mask"), call.get("lengths"), call.get("fill", "zero")
 
 
-def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
-    """Whether this call has no mask, so that no rule has to be checked."""
-    return mask is None and lengths is None and fill == "zero"
-
-
 def valid_positions(
     input: Tensor, mask: Maybe, lengths: Lengths | None, fill: str = "zero", kept: tuple[int, int] = (1, 2)
 ) -> Valid | None:
@@ -50,7 +45,7 @@ def valid_positions(
         return None
     if data.shape != positions or data.dim() != 2:
         data = data.expand(positions).reshape(positions[0], prod(positions[1:]))
-    return Valid(data.contiguous(), count, fill == "zero")
+    return Valid(data.contiguous(), count)
 
 
 def positions_of_data(
@@ -174,8 +169,8 @@ def refuse_to_export(arguments: Arguments) -> None:
         )
     if (size := arguments.get("group_size")) is not None:
         raise InputError(
-            f"a batch norm with group_size={size} cannot be exported or traced in training mode; "
-            "export it in evaluation mode"
+            f"a batch norm with group_size={size} cannot be exported or traced by the statistics of a "
+            "batch; export it in evaluation mode, with running statistics"
         )
     if arguments.get("pool") is not None:
         raise InputError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from leannorm.autograd import fast
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
 from leannorm.functional.valid import UNMASKED, Masking
-from leannorm.nn._layer import MaskedLayer
+from leannorm.nn._layer import MaskedLayer, parameter_of
 from leannorm.nn._statistics import HasStatistics
 
 
@@ -75,8 +74,8 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             self.running_mean if reads else None,
             self.running_var if reads else None,
             self.num_batches_tracked if updates else None,
-            self.weight,
-            self.bias,
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
             self.training,
             self.momentum,
             self.eps,
@@ -91,7 +90,7 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             fill=masking[2],
         )
 
-    def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
+    def _fast(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor | None:
         """The fast path, with the shortest way to each tensor."""
         if type(input) is not Tensor or input.dim() not in self.dims:
             return None
@@ -103,14 +102,14 @@ class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
             parameters, buffers = self._parameters, self._buffers
             weight, bias = parameters["weight"], parameters["bias"]
             mean, var = buffers["running_mean"], buffers["running_var"]
-            running: Any = (mean, var, buffers["num_batches_tracked"], self.momentum)
+            count = buffers["num_batches_tracked"]
         except KeyError:  # with a parametrization, or in a replica, they are elsewhere
             return None
         if not self.track_running_stats and mean is not None:  # only read in evaluation
             return None
         sharing = self._sharing() if self.shares and self.training else None
-        by_batch = self.training or mean is None
-        return fast.batch_norm(input, weight, bias, self.eps, act, running, by_batch, sharing)
+        norm = 0, self.eps, act, self.training or mean is None, self.momentum, True, False
+        return fast.batch_norm((input, weight, bias, residual, mean, var, count, None), norm, sharing)
 
     def extra_repr(self) -> str:
         said = super().extra_repr()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm.functional.valid import Lengths, unmasked
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import BatchNormBase
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from leannorm.ops.activation import lists_activations
@@ -49,8 +49,8 @@ class BatchNormActBase(BatchNormBase):
 
         `mask` or `lengths` leave out padding, as in `functional.batch_norm`.
         """
-        if residual is None and unmasked(mask, lengths, fill):
-            y = self._fast(input, self.activation)
+        if mask is None and lengths is None and fill == "zero":
+            y = self._fast(input, self.activation, residual)
             if y is not None:
                 return y
         return self._normalize(input, self.activation, residual, (mask, lengths, fill))

@@ -39,8 +39,12 @@ class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
     activation: str = "identity"
 
     def _fast(self, input: Tensor, act: str | None = None) -> Tensor | None:
-        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        return fast.group_norm(input, weight, bias, self.eps, act or self.activation, self.num_groups)
+        try:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:  # with a parametrization, or in a replica, they are elsewhere
+            weight, bias = self.weight, self.bias
+        norm = self.num_groups, self.eps, act or self.activation, True, None, True, False
+        return fast.group_norm((input, weight, bias, None, None, None, None, None), norm)
 
     def _normalize(self, input: Tensor, act: str | None = None, masking: Masking = UNMASKED) -> Tensor:
         """`act`: an activation that follows the layer and is fused into this call."""

@@ -43,7 +43,7 @@ class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
         if not ("weight" in parameters and "bias" in parameters):  # with a parametrization they are elsewhere
             return None
         rank, weight, bias = self._get_no_batch_dim() + 1, parameters["weight"], parameters["bias"]
-        return fast.instance_norm(input, weight, bias, self.eps, rank, self.num_features, act)
+        return fast.instance_norm(input, weight, bias, self.eps, act, rank, self.num_features)
 
     def _normalize(self, input: Tensor, act: str = "identity", masking: Masking = UNMASKED) -> Tensor:
         """With `track_running_stats` evaluation uses the running statistics, which training updates."""

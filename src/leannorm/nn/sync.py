@@ -65,8 +65,8 @@ class Synchronized(SharesStatistics, BatchNormBase):
         self._note_evaluation()
         return super()._normalize(input, act, residual, masking)
 
-    def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
-        y = super()._fast(input, act)
+    def _fast(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor | None:
+        y = super()._fast(input, act, residual)
         if y is not None:  # otherwise `_normalize` notes it
             self._note_evaluation()
         return y

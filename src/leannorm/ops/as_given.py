@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Running
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends import CPU, TRITON, Backend
 from leannorm.ops.backends.compiled_gated import CompiledGated
+from leannorm.ops.backends.reference import Forward
 from leannorm.ops.backends.triton import INTERPRETED, imported_by_call, repeated
 from leannorm.ops.schema import OPS
 
@@ -24,7 +25,7 @@ class RefusedError(Exception):
 class AsGiven(CompiledGated):
     """The kernels of `whole`, which get tensors as they are: only dy is brought into another layout first.
 
-    Verbs are operators, without a residual and a mask. Those of a forward pass raise `RefusedError`.
+    Verbs are operators, without a mask. Those of a forward pass raise `RefusedError`.
     """
 
     as_given = True
@@ -41,34 +42,27 @@ class AsGiven(CompiledGated):
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
         return self._whole.why_not(*tensors, named=named)
 
-    def _laid_out(self, x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
-        return x, epilogue
-
     def _kept(self, kept: KeptByChannelNorm) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         return kept[0], kept[1:7]
 
-    def channel_forward(
-        self,
-        x: Tensor,
-        epilogue: Epilogue,
-        eps: float,
-        groups: int = 0,
-        running: Running | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        weight, bias, residual, act = epilogue
-        if running is None:
+    def channel_forward(self, tensors: ChannelTensors, norm: Channels) -> Forward:
+        x, weight, bias, residual, mean, var, num_batches, mask = tensors
+        groups, eps, act, _, momentum, _, _ = norm
+        if mean is None:
             return self.ops.channel_forward(x, weight, bias, residual, eps, act, groups, mask)
+        running = mean, var, num_batches, momentum
         made = self.ops.channel_forward_tracked_(x, weight, bias, residual, eps, act, *running)
-        moved: Any = running[:2] if running[2] is None else running[:3]
+        moved: Any = running[:2] if num_batches is None else running[:3]
         torch._C._increment_version(moved)
         return *made, None
 
-    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
-        mean, var, *_ = running
+    def channel_evaluate(self, tensors: ChannelTensors, norm: Channels) -> Tensor:
+        x, weight, bias, residual, mean, var, _, _ = tensors
+        _, eps, act, *_ = norm
+        behind = weight, bias, residual, act
         if self.launches:  # fused into one
-            return self.ops.channel_evaluate(x, mean, var, eps, *epilogue)
-        return self.ops.channel_normalize(x, *self.ops.constants_of(mean, var, eps), *epilogue, None)
+            return self.ops.channel_evaluate(x, mean, var, eps, *behind)
+        return self.ops.channel_normalize(x, *self.ops.constants_of(mean, var, eps), *behind, None)
 
 
 FORWARD = (

@@ -17,31 +17,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Moments, Running, kept_of
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Moments, kept_of
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import native
 from leannorm.ops.backends.aten_rows import AtenRows
 from leannorm.ops.backends.compiled import DTYPES, like
-from leannorm.ops.backends.reference import _SLICE, activation_grad
+from leannorm.ops.backends.reference import _SLICE, Backward, Forward, activation_grad
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.precision import compute_dtype, statistics_dtype
 
 _SMALL = 1 << 12  # number of values, of a sample or of all, below which the reference is as fast
 
 
-def _is_exact(x: Tensor, epilogue: Epilogue) -> bool:
+def _is_exact(kept: KeptByChannelNorm) -> bool:
     """Whether the output of torch's norm, and what is computed from it afterwards, is rounded only once."""
-    wide = x.dtype == compute_dtype(x)
-    return native.dense(x) and (wide or (epilogue.residual is None and epilogue.act in ("identity", "relu")))
+    wide = kept.x.dtype == compute_dtype(kept.x)
+    return native.dense(kept.x) and (
+        wide or (kept.residual is None and kept.norm.act in ("identity", "relu"))
+    )
 
 
-def _behind(y: Tensor, epilogue: Epilogue) -> Tensor:
+def _behind(y: Tensor, kept: KeptByChannelNorm) -> Tensor:
     """act(y + residual), in y if that is possible."""
-    if epilogue.residual is not None:
-        y.add_(epilogue.residual.to(y.dtype))
-    if epilogue.act == "relu":
+    act = kept.norm.act
+    if kept.residual is not None:
+        y.add_(kept.residual.to(y.dtype))
+    if act == "relu":
         return y.relu_()
-    return y if epilogue.act == "identity" else ACTIVATIONS[epilogue.act].forward(y)
+    return y if act == "identity" else ACTIVATIONS[act].forward(y)
 
 
 class Scaling(NamedTuple):
@@ -111,7 +114,7 @@ class _Channels:
     @cached_property
     def scale_and_shift(self) -> Scaling:
         """From the values to weight * xhat + bias."""
-        a, b, (weight, bias, *_) = self.rstd, -self.mean * self.rstd, self.kept.epilogue()
+        a, b, weight, bias = self.rstd, -self.mean * self.rstd, self.kept.weight, self.kept.bias
         a, b = (a, b) if weight is None else (a * weight.to(a.dtype), b * weight.to(a.dtype))
         return Scaling.of(a, b if bias is None else b + bias.to(b.dtype), self.dtype)
 
@@ -122,7 +125,7 @@ class _Channels:
     def gradient(self, part: slice, dy: Tensor, x: Tensor) -> Tensor:
         """dz of these samples."""
         dy, output = dy[part].to(self.dtype), self.kept.output
-        if self.kept.act == "relu":
+        if self.kept.norm.act == "relu":
             z = self.before_activation(part, x) if output is None else output[part].to(self.dtype)
             dz: Tensor = torch.ops.aten.threshold_backward(dy, z, 0.0)
             return dz
@@ -212,23 +215,24 @@ class Aten(AtenRows):
         pieces = self._pieces(kept)
         if pieces is None:
             return super().channel_normalize(kept)
-        cheap = kept.act in ("identity", "relu")  # the others have temporaries of their own
-        if cheap and pieces.high is None and _is_exact(kept.x, kept.epilogue()):
+        act = kept.norm.act
+        cheap = act in ("identity", "relu")  # the others have temporaries of their own
+        if cheap and pieces.high is None and _is_exact(kept):
             if not pieces.per_sample:
-                return _behind(pieces.scale_and_shift(slice(None), kept.x), kept.epilogue())
+                return _behind(pieces.scale_and_shift(slice(None), kept.x), kept)
             if kept.x.is_contiguous():  # the channels of all samples, as those of one sample
                 z = pieces.scale_and_shift.of_one_sample()(
                     slice(0, 1), kept.x.view(1, pieces.mean.numel(), -1)
                 )
-                return _behind(z.view_as(kept.x), kept.epilogue())
+                return _behind(z.view_as(kept.x), kept)
         y = torch.empty_like(kept.x)
         for part in pieces.parts():
             out = y[part] if y.dtype == pieces.dtype else None
             z = pieces.before_activation(part, pieces.values(part), out)
-            if kept.act == "relu":
+            if act == "relu":
                 z.relu_()
-            elif kept.act != "identity":
-                z = ACTIVATIONS[kept.act].forward(z)
+            elif act != "identity":
+                z = ACTIVATIONS[act].forward(z)
             if z is not out:
                 y[part] = z
         return y
@@ -267,7 +271,7 @@ class Aten(AtenRows):
         if kept.weight is not None:
             a = a * kept.weight.to(a.dtype)
         of_dz, of_x = Scaling.of(a, torch.zeros_like(a), pieces.dtype), None
-        if means is None and kept.act == "identity" and not pieces.per_sample and native.dense(kept.x):
+        if means is None and kept.norm.act == "identity" and not pieces.per_sample and native.dense(kept.x):
             dy = like(kept.x, dy)
             return of_dz(slice(None), dy), dy if want_dz else None
         if means is not None:
@@ -289,43 +293,29 @@ class Aten(AtenRows):
         return dx, all_dz
 
     @torch.no_grad()
-    def channel_forward(
-        self,
-        x: Tensor,
-        epilogue: Epilogue,
-        eps: float,
-        groups: int = 0,
-        running: Running | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        weight, bias, residual, _ = epilogue
-        plain = groups > 0 and mask is None and running is None and native.serves(x, weight, bias, residual)
-        made = native.group_moments(x, eps, groups) if plain else None
+    def channel_forward(self, tensors: ChannelTensors, norm: Channels) -> Forward:
+        x, *_, mean, _, _, mask = tensors
+        plain = norm.groups > 0 and mean is mask is None and native.serves(*tensors[:4])
+        made = native.group_moments(x, norm.eps, norm.groups) if plain else None
         if made is None:
-            return super().channel_forward(x, epilogue, eps, groups, running, mask)
+            return super().channel_forward(tensors, norm)
         mean, m2, rstd = made
-        return self.channel_normalize(kept_of(x, mean, rstd, Epilogue(*epilogue))), mean, m2, rstd, None
+        return self.channel_normalize(kept_of(tensors, mean, rstd, norm)), mean, m2, rstd, None
 
     @torch.no_grad()
     def channel_backward(
-        self,
-        dy: Tensor,
-        kept: KeptByChannelNorm,
-        groups: int = 0,
-        want_dz: bool = False,
-        constant: bool = False,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        x, weight = kept.x, kept.weight
-        tensors = dy, kept.mean, kept.rstd, weight, kept.bias, kept.residual, kept.output
-        plain = not constant and kept.mask is None and groups >= 0 and native.serves(x, *tensors)
+        self, dy: Tensor, kept: KeptByChannelNorm, want_dz: bool = False, into: Tensor | None = None
+    ) -> Backward:
+        x, weight, groups, act = kept.x, kept.weight, kept.norm.groups, kept.norm.act
+        plain = kept.norm.by_batch and kept.mask is None and groups >= 0
+        plain = plain and native.serves(x, dy, *kept[1:7])
         wide = weight is not None and weight.dtype == torch.float64 != x.dtype  # its gradients are exact
-        if kept.act not in ("identity", "relu") and x.dtype != compute_dtype(x):
+        if act not in ("identity", "relu") and x.dtype != compute_dtype(x):
             wide = True  # a rounded z may be on the other side of a jump of the derivative
         if not plain or wide or not native.dense(x) or not native.near(kept.mean, kept.rstd):
-            return super().channel_backward(dy, kept, groups, want_dz, constant, into)
+            return super().channel_backward(dy, kept, want_dz, into)
         dz = self._dz(like(x, dy), kept)
-        dx, dweight, dbias = native.channel_backward(dz, kept, groups)
+        dx, dweight, dbias = native.channel_backward(dz, kept)
         if native.adds_in_a_row(x):
             sums = self.channel_grad_sums(dy, kept)
             dbias, dweight = ((s.sum(0) if groups else s).to(dweight.dtype) for s in sums)
@@ -333,13 +323,14 @@ class Aten(AtenRows):
 
     def _dz(self, dy: Tensor, kept: KeptByChannelNorm) -> Tensor:
         """The gradient before the activation, in x's dtype and layout."""
-        if kept.act == "identity":
+        act = kept.norm.act
+        if act == "identity":
             return dy
-        given = kept.output is not None and ACTIVATIONS[kept.act].from_output is not None
+        given = kept.output is not None and ACTIVATIONS[act].from_output is not None
         z = kept.output if given else None
         if z is None:
-            z = self.channel_normalize(kept._replace(act="identity"))
-        if kept.act == "relu":
+            z = self.channel_normalize(kept._replace(norm=kept.norm._replace(act="identity")))
+        if act == "relu":
             of_relu: Tensor = torch.ops.aten.threshold_backward(dy, z, 0.0)
             return of_relu
         dz, dtype, step = torch.empty_like(kept.x), compute_dtype(dy), max(1, _SLICE // dy[0].numel())

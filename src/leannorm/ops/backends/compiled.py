@@ -14,9 +14,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Maybe, Moments, Rows, Running
+from leannorm._types import (
+    Channels,
+    ChannelTensors,
+    KeptByChannelNorm,
+    KeptByRowNorm,
+    Maybe,
+    Moments,
+    Rows,
+    Running,
+)
 from leannorm.ops import schema
 from leannorm.ops.backends.backend import Backend
+from leannorm.ops.backends.reference import Backward, Forward
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, spread, summed_like
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import compute_dtype
@@ -106,7 +116,7 @@ def _of_lines(
 
 def _is_dy(kept: KeptByChannelNorm) -> bool:
     """Whether the gradient before the activation is dy itself, so that kernels do not write it."""
-    return kept.act == "identity" and kept.mask is None
+    return kept.norm.act == "identity" and kept.mask is None
 
 
 def _wanted_dz(dy: Tensor, dz: Tensor, kept: KeptByChannelNorm, want_dz: bool) -> Tensor | None:
@@ -149,16 +159,15 @@ class Compiled(Backend):
                 reasons.append("the kernels take strided tensors, one is not")
         return reasons
 
-    def _laid_out(self, x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
-        x = dense(x)
-        weight, bias, residual, act = epilogue
-        return x, Epilogue(flat(weight), flat(bias), like(x, residual), act)
+    def _laid_out(self, x: Tensor, *others: Tensor | None) -> tuple[Tensor, Maybe, Maybe, Maybe]:
+        """x, weight, bias and residual in one layout."""
+        x, (weight, bias, residual) = dense(x), others
+        return x, flat(weight), flat(bias), like(x, residual)
 
     def _kept(self, kept: KeptByChannelNorm) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """x, and the tensors after it in the record, in the order in which operators take them."""
-        x, (weight, bias, residual, _) = self._laid_out(kept.x, kept.epilogue())
-        statistics = kept.mean.contiguous(), kept.rstd.contiguous()
-        return x, (*statistics, weight, bias, residual, like(x, kept.output))
+        x, *others = self._laid_out(kept.x, *kept[3:6])
+        return x, (kept.mean.contiguous(), kept.rstd.contiguous(), *others, like(x, kept.output))
 
     def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
         plan = channel_plan(x.shape, groups)
@@ -167,11 +176,11 @@ class Compiled(Backend):
 
     def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
         x, (*others, _) = self._kept(kept)
-        return self.ops.channel_normalize(x, *others, kept.act, kept.mask)
+        return self.ops.channel_normalize(x, *others, kept.norm.act, kept.mask)
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
         x, others = self._kept(kept)
-        return self.ops.channel_grad_sums(like(x, dy), x, *others, kept.act, kept.mask)
+        return self.ops.channel_grad_sums(like(x, dy), x, *others, kept.norm.act, kept.mask)
 
     def channel_input_grad(
         self,
@@ -186,46 +195,34 @@ class Compiled(Backend):
         dy = like(x, dy)
         of_means = (None, None) if means is None else map(flat, means)
         written = want_dz and not _is_dy(kept)
-        dx, dz = self.ops.channel_input_grad(dy, x, *others, *of_means, kept.act, written, kept.mask)
+        dx, dz = self.ops.channel_input_grad(dy, x, *others, *of_means, kept.norm.act, written, kept.mask)
         return dx, _wanted_dz(dy, dz, kept, want_dz)
 
-    def channel_forward(
-        self,
-        x: Tensor,
-        epilogue: Epilogue,
-        eps: float,
-        groups: int = 0,
-        running: Running | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Each channel is normalized while it is in the cache. `running` must not need a gradient."""
-        x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
-        if running is None:
-            return self.ops.channel_forward(x, weight, bias, residual, eps, act, groups, mask)
+    def channel_forward(self, tensors: ChannelTensors, norm: Channels) -> Forward:
+        """Each channel is normalized while it is in the cache. Running statistics must not need a
+        gradient."""
+        groups, eps, act, _, momentum, *_ = norm
+        x, weight, bias, residual, mean, var, num_batches, mask = tensors
+        given = self._laid_out(x, weight, bias, residual)
+        if mean is None:
+            return self.ops.channel_forward(*given, eps, act, groups, mask)
         assert mask is None
-        *buffers, momentum = running
-        arguments = x, weight, bias, residual, eps, act, *buffers, _number(momentum)
-        made = self.ops.channel_forward_tracked_(*arguments)
+        buffers = mean, var, num_batches
+        made = self.ops.channel_forward_tracked_(*given, eps, act, *buffers, _number(momentum))
         _increment_versions(buffers)
         return *made, None
 
     def channel_backward(
-        self,
-        dy: Tensor,
-        kept: KeptByChannelNorm,
-        groups: int = 0,
-        want_dz: bool = False,
-        constant: bool = False,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        self, dy: Tensor, kept: KeptByChannelNorm, want_dz: bool = False, into: Tensor | None = None
+    ) -> Backward:
         x, others = self._kept(kept)
         dy = like(x, dy)
-        arguments = dy, x, *others, kept.act, groups, want_dz and not _is_dy(kept)
-        if into is x and not constant and kept.mask is None:
+        arguments = dy, x, *others, kept.norm.act, kept.norm.groups, want_dz and not _is_dy(kept)
+        if into is x and kept.norm.by_batch and kept.mask is None:
             dweight, dbias, dz = self.ops.channel_backward_(*arguments)
             return x, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
         of_mask = (None, None) if kept.mask is None else (kept.mask, kept.size)
-        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant, *of_mask)
+        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, not kept.norm.by_batch, *of_mask)
         return dx, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
 
     def _lines(self, v: Maybe, x: Tensor, start: int) -> Maybe:

@@ -113,9 +113,9 @@ def group_moments(x: Tensor, eps: float, groups: int) -> tuple[Tensor, Tensor, T
     return mean, var * (count * channels // groups), rstd
 
 
-def channel_backward(dz: Tensor, kept: KeptByChannelNorm, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def channel_backward(dz: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias of batch and group norm, for ordinary statistics that are not far from 0."""
-    x, weight = kept.x, kept.weight
+    x, weight, groups = kept.x, kept.weight, kept.norm.groups
     dtype = compute_dtype(x)
     mean, rstd = kept.mean.to(dtype), kept.rstd.to(dtype)
     gamma = torch.ones(x.shape[1], dtype=dtype) if weight is None else weight.to(dtype)

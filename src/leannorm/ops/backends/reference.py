@@ -24,7 +24,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, MaybeTensor, Moments, Running, kept_of
+from leannorm._types import (
+    Channels,
+    ChannelTensors,
+    KeptByChannelNorm,
+    MaybeTensor,
+    Moments,
+    Running,
+    kept_of,
+)
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.layout import in_blocks, laid_out_for, out_of_blocks
 from leannorm.ops.modes import differentiable
@@ -122,8 +130,8 @@ def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     return centred * _per_channel(rstd.to(dtype), x)
 
 
-def _before_activation(xhat: Tensor, epilogue: Epilogue) -> Tensor:
-    weight, bias, residual, _ = epilogue
+def _before_activation(xhat: Tensor, kept: KeptByChannelNorm) -> Tensor:
+    weight, bias, residual = kept[3:6]
     z = xhat if weight is None else xhat * _per_channel(weight.to(xhat.dtype), xhat)
     z = z if bias is None else z + _per_channel(bias.to(z.dtype), z)
     return z if residual is None else z + residual.to(z.dtype)
@@ -132,8 +140,9 @@ def _before_activation(xhat: Tensor, epilogue: Epilogue) -> Tensor:
 def activation_grad(dy: Tensor, kept: KeptByChannelNorm, z: Callable[[], Tensor]) -> Tensor:
     """dz: the gradient before the activation, from its output if that is kept, otherwise from its input
     `z()`."""
-    dz, activation = dy.to(compute_dtype(kept.x)), ACTIVATIONS[kept.act]
-    if kept.act == "identity":
+    act = kept.norm.act
+    dz, activation = dy.to(compute_dtype(kept.x)), ACTIVATIONS[act]
+    if act == "identity":
         return dz
     if kept.output is not None and activation.from_output is not None:
         return dz * activation.from_output(kept.output.to(dz.dtype))
@@ -145,7 +154,12 @@ def _gradient(dy: Tensor, part: slice, kept: KeptByChannelNorm) -> tuple[Tensor,
     some = _of_samples(part, kept)
     xhat = _xhat(some.x, some.mean, some.rstd)
     dy = at_data(some.mask, dy[part])
-    return activation_grad(dy, some, lambda: _before_activation(xhat, some.epilogue())), xhat, some
+    return activation_grad(dy, some, lambda: _before_activation(xhat, some)), xhat, some
+
+
+# y, mean, m2, rstd, count; dx, dweight, dbias, dz
+Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Backward = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class ChannelVerbs(RunningVerbs):
@@ -202,10 +216,10 @@ class ChannelVerbs(RunningVerbs):
 
         def normalize(part: slice) -> Tensor:
             some = _of_samples(part, kept)
-            z = _before_activation(_xhat(some.x, some.mean, some.rstd), some.epilogue())
-            return at_data(some.mask, in_dtype(ACTIVATIONS[kept.act].forward(z), x.dtype))
+            z = _before_activation(_xhat(some.x, some.mean, some.rstd), some)
+            return at_data(some.mask, in_dtype(ACTIVATIONS[kept.norm.act].forward(z), x.dtype))
 
-        parts = _slices(x, kept.mask, kept.mean, *kept.epilogue()[:3])
+        parts = _slices(x, kept.mask, kept.mean, *kept[3:6])
         if len(parts) == 1:
             return normalize(parts[0])
         y = torch.empty_like(x)
@@ -213,12 +227,12 @@ class ChannelVerbs(RunningVerbs):
             y[part] = normalize(part)
         return y
 
-    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
+    def channel_evaluate(self, tensors: ChannelTensors, norm: Channels) -> Tensor:
         """`channel_normalize` by running statistics."""
-        mean, var, *_ = running
+        mean, var = tensors[4:6]
         assert mean is not None
         assert var is not None
-        return self.channel_normalize(kept_of(x, *self.constants_of(mean, var, eps), epilogue))
+        return self.channel_normalize(kept_of(tensors, *self.constants_of(mean, var, norm.eps), norm))
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
         """Sums of dz and of dz * xhat: (C,) if the statistics are of the batch, otherwise per set."""
@@ -289,42 +303,26 @@ class ChannelVerbs(RunningVerbs):
 
         return mean(sums[0]), mean(sums[1])
 
-    def channel_forward(
-        self,
-        x: Tensor,
-        epilogue: Epilogue,
-        eps: float,
-        groups: int = 0,
-        running: Running | None = None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """moments and normalize as one call, which may also update running statistics.
+    def channel_forward(self, tensors: ChannelTensors, norm: Channels) -> Forward:
+        """moments and normalize as one call, which also updates running statistics that are given.
 
         Returns y, mean, m2, rstd and, with a mask, the count.
         """
-        moments = self.channel_moments(x, groups, mask)
-        rstd = self.rstd_of(moments, eps)
-        y = self.channel_normalize(kept_of(x, moments.mean, rstd, epilogue, mask))
-        if running is not None:
-            self.move_running(running, moments)
+        x, _, _, _, mean, var, num_batches, mask = tensors
+        moments = self.channel_moments(x, norm.groups, mask)
+        rstd = self.rstd_of(moments, norm.eps)
+        y = self.channel_normalize(kept_of(tensors, moments.mean, rstd, norm))
+        if mean is not None:
+            self.move_running(Running(mean, var, num_batches, norm.momentum), moments)
         return y, moments.mean, moments.m2, rstd, moments.count if isinstance(moments.count, Tensor) else None
 
     def channel_backward(
-        self,
-        dy: Tensor,
-        kept: KeptByChannelNorm,
-        groups: int = 0,
-        want_dz: bool = False,
-        constant: bool = False,
-        into: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz.
-
-        `constant`: the statistics are constants, as in evaluation.
-        """
-        x, weight = kept.x, kept.weight
+        self, dy: Tensor, kept: KeptByChannelNorm, want_dz: bool = False, into: Tensor | None = None
+    ) -> Backward:
+        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
+        x, weight, groups = kept.x, kept.weight, kept.norm.groups
         sums, means = self.channel_grad_sums(dy, kept), None
-        if not constant:
+        if kept.norm.by_batch:
             plan = channel_plan(x.shape, groups)
             of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are per channel
             count = plan.outer * plan.inner if kept.size is None else kept.size

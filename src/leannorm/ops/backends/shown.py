@@ -47,7 +47,7 @@ class Shown(Backend):
         return Moments(mean, m2, plan.outer * plan.inner)
 
     def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
-        return in_dtype(ACTIVATIONS[kept.act].forward(_before_activation(kept)), kept.x.dtype)
+        return in_dtype(ACTIVATIONS[kept.norm.act].forward(_before_activation(kept)), kept.x.dtype)
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
         x, dz = kept.x, activation_grad(dy, kept, lambda: _before_activation(kept))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from leannorm._types import Epilogue, Running
+from leannorm._types import Channels, ChannelTensors
 from leannorm.ops import schema
 from leannorm.ops.backends.compiled import dense, flat
 from leannorm.ops.backends.compiled_gated import CompiledGated
@@ -165,9 +165,9 @@ class Triton(CompiledGated):
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
 
-    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
+    def channel_evaluate(self, tensors: ChannelTensors, norm: Channels) -> Tensor:
         """One launch instead of two. Not an operator: whatever listens there sees the two."""
-        mean, var, *_ = running
+        mean, var = tensors[4:6]
         both = super().channel_evaluate
         if (
             mean is None
@@ -175,10 +175,10 @@ class Triton(CompiledGated):
             or not (mean.is_contiguous() and var.is_contiguous())
             or _listened_to()
         ):
-            return both(x, running, eps, epilogue)
-        x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
-        arguments = x, mean, var, float(eps), weight, bias, residual, act
-        y: Tensor = _kernels.channel_evaluate.call(arguments, lambda *_: both(x, running, eps, epilogue))
+            return both(tensors, norm)
+        x, *behind = self._laid_out(*tensors[:4])
+        arguments = x, mean, var, float(norm.eps), *behind, norm.act
+        y: Tensor = _kernels.channel_evaluate.call(arguments, lambda *_: both(tensors, norm))
         return y
 
     def message_of(

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Maybe
+from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm, Maybe, kept_of
 from leannorm.ops.backends.compiled import is_dense
+from leannorm.ops.backends.reference import Forward
 from leannorm.ops.backends.triton.activations import check_activation
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
@@ -56,10 +57,11 @@ def groups_of(x: Tensor, mean: Tensor) -> int:
     return mean.shape[1] if same else -(x.shape[0] // mean.shape[0])
 
 
-def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, groups: int = 0) -> None:
-    """Raise for arguments that the kernels, which see pointers and integers, would read wrongly."""
-    weight, bias, residual, act = epilogue
-    check_activation(act)
+def check(tensors: ChannelTensors, norm: Channels, *others: Maybe) -> None:
+    """Raise for arguments that the kernels, which see pointers and integers, would read wrongly; `others`
+    must be like x."""
+    x, weight, bias, residual, *_, mask = tensors
+    check_activation(norm.act)
     if not is_dense(x):
         raise RuntimeError(f"x must be contiguous or channels_last, its strides are {x.stride()}")
     for other in (residual, *others):
@@ -73,11 +75,17 @@ def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, gro
             raise RuntimeError(f"{name} must have one value a channel: {value.numel()} for {x.shape[1]}")
     if mask is None:
         return
-    if groups < 0:
+    if norm.groups < 0:
         raise RuntimeError("a mask cannot be combined with groups of samples")
     shape = (x.shape[0], prod(x.shape[2:]))
     if mask.dtype != torch.bool or mask.shape != shape or not mask.is_contiguous():
         raise RuntimeError(f"mask must be bool, contiguous and of shape {shape}, got {tuple(mask.shape)}")
+
+
+def check_kept(kept: KeptByChannelNorm, *others: Maybe) -> None:
+    """`check` of what a norm keeps."""
+    x, _, _, weight, bias, residual, _, mask, _, norm = kept
+    check(ChannelTensors(x, weight, bias, residual, mask=mask), norm, *others)
 
 
 def _new_count(x: Tensor, mask: Maybe, groups: int) -> Maybe:
@@ -137,7 +145,7 @@ def _moments(
 
 @taped
 def channel_moments(x: Tensor, groups: int, mask: Maybe = None) -> tuple[Tensor, Tensor, Maybe]:
-    check(x, Epilogue(), mask=mask, groups=groups)
+    check(ChannelTensors(x, mask=mask), Channels(groups))
     count = _new_count(x, mask, groups)
     if x.numel() == 0:
         shape = statistics_shape(x.shape, groups)
@@ -167,13 +175,13 @@ def launch_mapping(
 
 def _normalized(kept: KeptByChannelNorm, eps: float | None = None) -> Tensor:
     """With an eps, the variance takes the place of rstd."""
-    x, mean, spread, weight, bias, residual, _, mask, _, act = kept
-    check(x, kept.epilogue(), mask=mask)
+    x, mean, spread, weight, bias, residual, _, mask, _, norm = kept
+    check_kept(kept)
     y = empty_like(x)
     if x.numel() == 0:
         return y
     tensors = x, residual, y, mask, mean, spread, weight, bias
-    launch_mapping(normalize_kernel, x, mean, act, *tensors, EPS=eps)
+    launch_mapping(normalize_kernel, x, mean, norm.act, *tensors, EPS=eps)
     return y
 
 
@@ -182,7 +190,8 @@ def channel_normalize(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str,
     mask: Maybe = None,
 ) -> Tensor:  # fmt: skip
-    return _normalized(KeptByChannelNorm(x, mean, rstd, weight, bias, residual, None, mask, None, act))
+    tensors = ChannelTensors(x, weight, bias, residual, mask=mask)
+    return _normalized(kept_of(tensors, mean, rstd, Channels(act=act)))
 
 
 @taped
@@ -194,15 +203,14 @@ def channel_evaluate(
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if not value.is_contiguous() or value.numel() != x.shape[1]:
             raise RuntimeError(f"{name} must be contiguous and have one value a channel")
-    kept = KeptByChannelNorm(x, running_mean, running_var, weight, bias, residual, act=act)
-    return _normalized(kept, float(eps))
+    tensors = ChannelTensors(x, weight, bias, residual)
+    return _normalized(kept_of(tensors, running_mean, running_var, Channels(act=act)), float(eps))
 
 
-def _forward(
-    x: Tensor, epilogue: Epilogue, eps: float, groups: int, mask: Maybe
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Maybe]:
-    check(x, epilogue, mask=mask, groups=groups)
-    weight, bias, residual, act = epilogue
+def _forward(tensors: ChannelTensors, norm: Channels) -> Forward:
+    check(tensors, norm)
+    x, weight, bias, residual, *_, mask = tensors
+    groups, eps, act, *_ = norm
     shape, count = statistics_shape(x.shape, groups), _new_count(x, mask, groups)
     if x.numel() == 0:
         rstd = zeros(x, shape).add_(eps).rsqrt_()
@@ -211,8 +219,7 @@ def _forward(
     if plan.sets is None:
         mean, m2, of_eps = _moments(x, groups, eps, mask, count)
         assert of_eps is not None
-        kept = KeptByChannelNorm(x, mean, of_eps, weight, bias, residual, None, mask, None, act)
-        return _normalized(kept), mean, m2, of_eps, count
+        return _normalized(kept_of(tensors, mean, of_eps, norm)), mean, m2, of_eps, count
     y = empty_like(x)
     mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
     geometry, (programs, constants) = plan.geometry, plan.of_sets()
@@ -237,7 +244,7 @@ def channel_forward(
     x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, eps: float, act: str, groups: int,
     mask: Maybe = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
-    return _forward(x, Epilogue(weight, bias, residual, act), eps, groups, mask)
+    return _forward(ChannelTensors(x, weight, bias, residual, mask=mask), Channels(groups, eps, act))
 
 
 @taped
@@ -245,7 +252,7 @@ def channel_forward_tracked_(
     x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, eps: float, act: str,
     running_mean: Tensor, running_var: Tensor, num_batches: Maybe, momentum: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    y, mean, m2, rstd, _ = _forward(x, Epilogue(weight, bias, residual, act), eps, 0, None)
+    y, mean, m2, rstd, _ = _forward(ChannelTensors(x, weight, bias, residual), Channels(0, eps, act))
     plan = channel_plan(x.shape)
     move_running_(running_mean, running_var, num_batches, momentum, mean, m2, plan.outer * plan.inner, None)
     return y, mean, m2, rstd

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import KeptByChannelNorm, Maybe
+from leannorm._types import Channels, KeptByChannelNorm, Maybe
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton.activations import MASKS
 from leannorm.ops.backends.triton.channel import (
-    check,
+    check_kept,
     groups_of,
     launch_mapping,
     new_statistics,
@@ -38,9 +38,10 @@ def _takes_most(act: str, x: Tensor) -> bool:
 
 def _needed(kept: KeptByChannelNorm) -> tuple[Maybe, Maybe, Maybe]:
     """bias, residual and output, with None for those that the derivative of the activation does not need."""
-    if kept.act == "identity":
+    act = kept.norm.act
+    if act == "identity":
         return None, None, None
-    if kept.output is not None and ACTIVATIONS[kept.act].from_output is not None:
+    if kept.output is not None and ACTIVATIONS[act].from_output is not None:
         return None, None, kept.output
     return kept.bias, kept.residual, None
 
@@ -49,7 +50,7 @@ def _sums(
     dy: Tensor, kept: KeptByChannelNorm, dz: Maybe, into: tuple[Tensor, Tensor], want_means: bool
 ) -> tuple[Maybe, Maybe]:
     """The means; writes the sums of dz and dz * xhat of every channel and segment, and dz if given."""
-    x, mean, rstd, weight, *_, out, mask, count, act = kept
+    x, mean, rstd, weight, *_, out, mask, count, (_, _, act, *_) = kept
     plan = plan_of(x, groups_of(x, mean))
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
@@ -90,8 +91,8 @@ def channel_grad_sums(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
     out: Maybe, act: str, mask: Maybe = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, act)
-    check(x, kept.epilogue(), dy, out, mask=mask)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, Channels(act=act))
+    check_kept(kept, dy, out)
     shape = (*mean.shape[:-1], x.shape[1])
     if x.numel() == 0:
         return zeros(x, shape), zeros(x, shape)
@@ -103,7 +104,7 @@ def channel_grad_sums(
 def _input_grad(
     dy: Tensor, kept: KeptByChannelNorm, means: tuple[Maybe, Maybe], dx: Tensor, dz: Maybe
 ) -> None:
-    x, mean, rstd, weight, *_, mask, _, act = kept
+    x, mean, rstd, weight, *_, mask, _, (_, _, act, *_) = kept
     bias, residual, out = _needed(kept)
     tensors = dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, *means
     launch_mapping(input_grad_kernel, x, mean, act, *tensors)
@@ -114,8 +115,8 @@ def channel_input_grad(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
     out: Maybe, mean_dz: Maybe, mean_dz_xhat: Maybe, act: str, want_dz: bool, mask: Maybe = None,
 ) -> tuple[Tensor, Maybe]:  # fmt: skip
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, act)
-    check(x, kept.epilogue(), dy, out, mask=mask)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, Channels(act=act))
+    check_kept(kept, dy, out)
     dx = empty_like(x)
     dz = empty_like(x) if want_dz else None
     if x.numel() != 0:
@@ -123,15 +124,14 @@ def channel_input_grad(
     return dx, dz
 
 
-def _backward(
-    dy: Tensor, kept: KeptByChannelNorm, groups: int, dx: Tensor, want_dz: bool, constant: bool = False
-) -> tuple[Tensor, Tensor, Maybe]:
+def _backward(dy: Tensor, kept: KeptByChannelNorm, dx: Tensor, want_dz: bool) -> tuple[Tensor, Tensor, Maybe]:
     """dweight, dbias and dz; writes dx.
 
-    With `constant` statistics in several launches, of which the first sums as `channel_grad_sums` does.
+    With constant statistics in several launches, of which the first sums as `channel_grad_sums` does.
     """
-    x, mean, rstd, weight, *_, mask, count, act = kept
-    check(x, kept.epilogue(), dy, kept.output, mask=mask, groups=groups)
+    x, mean, rstd, weight, *_, mask, count, norm = kept
+    groups, _, act, by_batch, *_ = norm
+    check_kept(kept, dy, kept.output)
     channels = (x.shape[1],)
     dz = empty_like(x) if want_dz else None
     returned_dz = dz
@@ -146,11 +146,11 @@ def _backward(
     assert shares.dweight is not None
     assert shares.dbias is not None
     both = shares.dbias, shares.dweight
-    if plan.sets is None or constant:
+    if plan.sets is None or not by_batch:
         first_writes = want_dz and act in MASKS
-        means = _sums(dy, kept, dz if first_writes else None, both, not constant)
+        means = _sums(dy, kept, dz if first_writes else None, both, by_batch)
         if first_writes and dz is not None:
-            dy, kept, dz = dz, kept._replace(act="identity"), None
+            dy, kept, dz = dz, kept._replace(norm=norm._replace(act="identity")), None
         _input_grad(dy, kept, means, dx, dz)
     else:
         programs, constants = plan.of_sets()
@@ -180,8 +180,9 @@ def channel_backward(
     count: Maybe = None,
 ) -> tuple[Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
     dx = empty_like(x)
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, count, act)
-    return dx, *_backward(dy, kept, groups, dx, want_dz, constant)
+    norm = Channels(groups, act=act, by_batch=not constant)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, count, norm)
+    return dx, *_backward(dy, kept, dx, want_dz)
 
 
 @taped
@@ -189,5 +190,5 @@ def channel_backward_(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
     out: Maybe, act: str, groups: int, want_dz: bool,
 ) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, act=act)
-    return _backward(dy, kept, groups, x, want_dz)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, norm=Channels(groups, act=act))
+    return _backward(dy, kept, x, want_dz)

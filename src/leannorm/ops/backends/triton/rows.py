@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import MaybeTensor
+from leannorm._types import MaybeTensor, Rows
 from leannorm.ops.backends.compiled import flat
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels, row_gate_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
@@ -127,15 +127,19 @@ class ForwardCall(NamedTuple):
     rstd: Tensor
     valid: Tensor | None
     plan: Plan
-    eps: float
-    rms: bool
-    one: float
-    cast_before: bool = False
+    norm: Rows
+
+    def constants(self) -> dict[str, Any]:
+        """The kernels' constants that say which norm it is."""
+        norm, dtype = self.norm, self.x.dtype
+        checked = dtype in (torch.float32, torch.bfloat16)
+        cast = norm.cast_before and dtype.itemsize == 2
+        return {"EPS": norm.eps, "RMS": norm.rms, "CHECKED": checked, "CAST": cast, "ONE": norm.weight_offset}
 
 
 def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
     """Launch the forward pass of dense rows, or of those of a view."""
-    x, residual, gate, weight, bias, *results, plan, eps, rms, one, cast_before = call
+    x, residual, gate, weight, bias, *results, plan, _ = call
     size = x.element_size()
     parameters = max((p.values.element_size() for p in (weight, bias) if p.values is not None), default=0)
     pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
@@ -154,17 +158,13 @@ def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
         *(x, tile, plan),
         *(x, residual, gate.values, weight.values, bias.values, *results, *plan),
         *(*of_lines, *steps),
-        EPS=eps,
-        RMS=rms,
-        CHECKED=x.dtype in (torch.float32, torch.bfloat16),
-        CAST=cast_before and size == 2,
-        ONE=one,
+        **call.constants(),
     )
 
 
 def _run_of_rows(call: ForwardCall) -> bool:
     """Launch programs that go through many rows of a group, if the rows of a group share every line."""
-    x, residual, gate, weight, bias, *results, _, plan, eps, rms, one, cast_before = call
+    x, residual, gate, weight, bias, *results, _, plan, _ = call
     each = {line.each for line in (gate, weight, bias) if line.each is not None}
     stages, shared = (choice_for(x.device) or DEFAULT).run_stages, _device(x.device)[1]
     how = tiles.run(plan.kept, x.element_size(), 1 if residual is None else 2, stages, shared)
@@ -180,11 +180,7 @@ def _run_of_rows(call: ForwardCall) -> bool:
         *(x, how.tile, plan),
         *(x, residual, gate.values, weight.values, bias.values, *results),
         *(rows, plan.kept, count, parts, gate.step, weight.step, bias.step),
-        EPS=eps,
-        RMS=rms,
-        CHECKED=x.dtype in (torch.float32, torch.bfloat16),
-        CAST=cast_before and x.element_size() == 2,
-        ONE=one,
+        **call.constants(),
         STAGES=how.stages,
     )
     return True
@@ -232,8 +228,8 @@ def row_forward(
     total = none if residual is None else empty_like(dense)
     inputs = dense, _like(dense, residual), of_gate, of_weight, of_bias
     results = y, None if residual is None else total, mean, rstd, valid
-    call = ForwardCall(*inputs, *results, plan, eps, rms, float(weight_offset), cast_before)
-    run_forward(call, view or NO_VIEW)
+    norm = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
+    run_forward(ForwardCall(*inputs, *results, plan, norm), view or NO_VIEW)
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
 
@@ -278,8 +274,8 @@ def row_backward(
     inputs = dy if view else _like(dense, dy), _like(dense, dtotal), dense
     statistics = mean.contiguous(), rstd.contiguous(), valid
     of_affine = dweight if want_affine else None, dbias if want_bias else None
-    call = BackwardCall(*inputs, *statistics, line, dx, *of_affine, plan, rms, float(weight_offset))
-    run_backward(call, view or NO_VIEW)
+    norm = Rows(start, stop, 0.0, rms, float(weight_offset))
+    run_backward(BackwardCall(*inputs, *statistics, line, dx, *of_affine, plan, norm), view or NO_VIEW)
     of_residual = (None, None) if gate is None else _gate_backward(dx, _like(dx, residual), of_gate, plan)
     return _in_layout_of(x, dx, dense), dweight, dbias, *of_residual
 
@@ -324,8 +320,7 @@ class BackwardCall(NamedTuple):
     dweight: Tensor | None
     dbias: Tensor | None
     plan: Plan
-    rms: bool
-    one: float
+    norm: Rows
 
 
 def run_backward(call: BackwardCall, view: View = NO_VIEW) -> None:
@@ -347,7 +342,7 @@ def grouped(weight: Line, plan: Plan) -> tuple[int, int]:
 
 
 def _backward_tile(call: BackwardCall, backward: tiles.Backward, view: View) -> None:
-    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, rms, one = call
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, norm = call
     _, kept, inner = plan
     groups, rows = grouped(weight, plan)
     count = backward.tile.needed(rows, inner)
@@ -364,23 +359,23 @@ def _backward_tile(call: BackwardCall, backward: tiles.Backward, view: View) -> 
         *(dy, dtotal, x, mean, rstd, valid, weight.values, dx),
         *(shares.dweight, shares.dbias, rows, kept, inner),
         *(count, *lines, *view.arguments(3)),
-        RMS=rms,
-        ONE=one,
+        RMS=norm.rms,
+        ONE=norm.weight_offset,
         HOW=backward,
     )
     shares.add_up()
 
 
 def _backward_long(call: BackwardCall) -> None:
-    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, rms, one = call
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, norm = call
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
     if valid is not None:
         tile = tile._replace(registers=255)  # if rows are interleaved, each value has its own predicate
     at_once = dweight if weight.each == 1 else None
     arguments = (dy, dtotal, x, mean, rstd, valid, weight.values, dx, at_once, *plan, *weight[1:])
-    kernel = row_backward_kernels.backward_long
-    run(kernel, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms, ONE=one)
+    kernel, constants = row_backward_kernels.backward_long, {"RMS": norm.rms, "ONE": norm.weight_offset}
+    run(kernel, tile.needed(outer, inner), x, tile, plan, *arguments, **constants)
     if dweight is None or weight.each == 1:
         return
     groups, rows = grouped(weight, plan)
