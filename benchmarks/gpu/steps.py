@@ -42,6 +42,16 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
+class Case(NamedTuple):
+    """A network whose settings are timed; `found`: the row of each that was."""
+
+    name: str
+    source: str
+    model: nn.Module
+    batch: Batch
+    found: dict[str, dict[str, Any]]
+
+
 class Side:
     """One setting: its network, optimizer and training step."""
 
@@ -113,6 +123,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
         for row in report.data["steps"]:
             if row["network"] == name:
                 found.setdefault(row["setting"], row)
+        case = Case(name, source, model, batch, found)
         if settings == ("compile",):
             settings = settings if "stock" in found else ("stock", *settings)
         else:  # stock again: the difference of its two times is the noise of the others
@@ -120,7 +131,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
         for setting in settings:
             if not report.has(150 if setting == "compile" and not smoke else 10, f"{name}, {setting}"):
                 continue
-            what = partial(time_setting, name, source, setting, model, batch, found, report, smoke)
+            what = partial(time_setting, case, setting, report, smoke)
             report.attempt(f"{name}, {setting}", what)
 
 
@@ -138,11 +149,10 @@ def run_blocks(name: str, report: Report, settings: tuple[str, ...], smoke: bool
             check_equal(name, model, batch, report)
             settings = (*settings, "stock, again")
         found = {row["setting"]: row for row in reversed(report.data["steps"]) if row["network"] == name}
+        case = Case(name, "plain", model, batch, found)
         for setting in settings:
             if report.has(40 if setting.startswith("compile") and not smoke else 5, f"{name}, {setting}"):
-                what = partial(
-                    time_setting, name, "plain", setting, model, batch, found, report, smoke, SixteenBits
-                )
+                what = partial(time_setting, case, setting, report, smoke, SixteenBits)
                 report.attempt(f"{name}, {setting}", what)
 
 
@@ -182,19 +192,9 @@ def check_equal(name: str, model: nn.Module, batch: Batch, report: Report) -> No
             report.wrong(f"{name}, lean() on {plain}: {len(differ)} gradients differ: {differ[:4]}")
 
 
-def time_setting(
-    name: str,
-    source: str,
-    setting: str,
-    model: nn.Module,
-    batch: Batch,
-    found: dict[str, dict[str, Any]],
-    report: Report,
-    smoke: bool,
-    kind: type[Side] = Side,
-) -> None:
-    device = report.device
-    side = kind(setting.removesuffix(", again"), copy.deepcopy(model), smoke)
+def time_setting(case: Case, setting: str, report: Report, smoke: bool, kind: type[Side] = Side) -> None:
+    device, batch, found = report.device, case.batch, case.found
+    side = kind(setting.removesuffix(", again"), copy.deepcopy(case.model), smoke)
     warm_up, steps = (1, 1) if smoke else (WARM_UP, STEPS)
     for _ in range(warm_up):
         side.step(batch)
@@ -203,14 +203,19 @@ def time_setting(
     gc.collect()
     there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     memory = measure_step(partial(side.forward, batch), device=device)
-    row: dict[str, Any] = {"network": name, "source": source, "setting": setting, "batch": len(batch.images)}
-    row |= {"milliseconds": seconds * 1e3, "held_bytes": memory.held, "peak_bytes": memory.peak}
+    row: dict[str, Any] = {"network": case.name, "source": case.source, "setting": setting}
+    row |= {
+        "batch": len(batch.images),
+        "milliseconds": seconds * 1e3,
+        "held_bytes": memory.held,
+        "peak_bytes": memory.peak,
+    }
     row["max_memory_allocated"] = there + memory.peak
     found[setting] = row
     stock = found.get("stock")
     for key in ("milliseconds", "held_bytes", "peak_bytes", "max_memory_allocated"):
         row[f"{key}_of_stock"] = None if stock is None else row[key] / max(stock[key], 1e-9)
-    row["reach"] = REACH.get((name, setting))
+    row["reach"] = REACH.get((case.name, setting))
     report.add("steps", row)
     of = [row[f"{key}_of_stock"] for key in ("milliseconds", "max_memory_allocated", "held_bytes")]
     ratios = "" if stock is None else "  of stock: time {:.3f}, peak {:.3f}, held {:.3f}".format(*of)
