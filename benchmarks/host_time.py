@@ -24,7 +24,7 @@ from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"  # must be set before the kernels are imported
 
@@ -113,9 +113,12 @@ def without_a_device(
     warnings.filterwarnings("ignore", "Warning only once", UserWarning)
     for name in (*schema.OPERATORS, *schema.BETWEEN):  # CPU tensors reach these kernels as CUDA tensors would
         schema.LIBRARY.impl(name, triton.imported_by_call(name), "CPU", allow_override=True)
-    type(TRITON).why_not = lambda *_, **__: []
-    type(CPU).why_not = lambda *_, **__: ["left out"]
-    fast.picks_aten = lambda x: False
+    on_triton: Any = type(TRITON)
+    on_cpu: Any = type(CPU)
+    chosen: Any = fast
+    on_triton.why_not = lambda *_, **__: []
+    on_cpu.why_not = lambda *_, **__: ["left out"]
+    chosen.picks_aten = lambda x: False
 
 
 def without_a_driver() -> None:

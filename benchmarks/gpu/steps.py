@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.architectures import in_layout
 from benchmarks.gpu.blocks import BLOCKS, with_liger
 from benchmarks.gpu.networks import builder
 from benchmarks.gpu.report import Report
@@ -60,7 +61,8 @@ class Side:
         if setting == "liger":
             self.model = with_liger(model) or model
         self.run: Callable[[Tensor], Any] = self.model
-        recompute, is_lean = setting.split()[-1], setting.endswith(("norm", "conv"))
+        recompute: Any = setting.split()[-1]
+        is_lean = recompute in ("norm", "conv")
         compiled = setting.startswith("compile")
         if compiled:
             torch._dynamo.reset()
@@ -112,7 +114,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
     source, make = builder(name, smoke)
     count, size, classes = (8, 16, 10) if smoke else (256, 224, 1000)
     torch.manual_seed(0)
-    model = make().to(report.device, memory_format=torch.channels_last).train()
+    model = in_layout(make().to(report.device), torch.channels_last).train()
     print(f"{name}: {source}, batch {count}, {size} pixels")
     with interpreted(report):
         if settings != ("compile",):
@@ -244,7 +246,7 @@ def gradients(side: Side, batch: Batch, dtype: torch.dtype | None = None) -> dic
 @contextmanager
 def full_precision() -> Iterator[None]:
     """No TF32 in float32 products and convolutions."""
-    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    flags: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [of.allow_tf32 for of in flags]
     try:
         for of in flags:
