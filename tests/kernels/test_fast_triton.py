@@ -7,11 +7,12 @@ import copy
 import pytest
 import torch
 from cases import is_fast
+from stand_ins import whole_way, without_nodes
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn, use_backend
-from leannorm.autograd import channel, fast
+from leannorm.autograd import fast
 from leannorm.ops.backends import triton
 
 pytestmark = pytest.mark.skipif(
@@ -46,16 +47,11 @@ def nodes_in(request, monkeypatch):
     from leannorm.ops.backends.triton import tape
 
     if request.param == "Python":
-        for module in (fast, channel):
-            monkeypatch.setattr(module, "NODES", None)
+        without_nodes(monkeypatch, "autograd")
     tape.forget()
     with use_backend("triton"):
         yield request.param
     tape.forget()
-
-
-def whole_way(monkeypatch):
-    monkeypatch.setattr(fast, "picks_triton", lambda x: False)
 
 
 def trained(name, dtype=torch.float32):

@@ -10,7 +10,6 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
 
 pytestmark = [
     pytest.mark.usefixtures("with_and_without_nodes"),
@@ -20,9 +19,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def measures(monkeypatch, tmp_path):
-    """Passes of any size have plans, which an empty LEANNORM_RATES would price by the table."""
+    """An empty LEANNORM_RATES would price plans by the table."""
     monkeypatch.setenv("LEANNORM_RATES", str(tmp_path / "rates.json"))
-    monkeypatch.setattr(small, "SMALL", -1)
     forget_trials()
 
 
