@@ -98,7 +98,7 @@ def test_what_the_system_refuses_is_one_line(capsys):
         "/dev/full",
     ]
     assert main(arguments) == 2
-    assert capsys.readouterr().err == "leannorm: out.json: No space left on device\n"
+    assert capsys.readouterr().err == "leannorm: /dev/full: No space left on device\n"
 
 
 def test_a_file_that_cannot_be_made_is_refused_before_the_work(tmp_path):
