@@ -129,6 +129,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 
 # The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own; some 6 minutes.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer

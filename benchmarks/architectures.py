@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from leannorm.report.fitting import import_torchvision
+
+
+def in_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
+    """The model with its parameters in a layout, which torch's types of `Module.to` do not have."""
+    how: dict[str, Any] = {"memory_format": layout}
+    return model.to(**how)
 
 
 class Architecture(NamedTuple):

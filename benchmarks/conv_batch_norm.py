@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from leannorm._freed_memory import keep_freed_memory
 from leannorm.nn import ConvBatchNorm2d
@@ -59,8 +60,8 @@ class _Fused(torch.autograd.Function):
         count = z.numel() / z.shape[1]
         shared = dbias.view(-1, 1, 1) / count + centred * (dweight.view(-1, 1, 1) / count)
         dz = (dy - shared) * (rstd * weight.view(-1, 1, 1))
-        dx = torch.nn.grad.conv2d_input(x.shape, filters, dz) if ctx.needs_input_grad[0] else None
-        return dx, torch.nn.grad.conv2d_weight(x, filters.shape, dz), dweight, dbias, None
+        dx = conv2d_input(x.shape, filters, dz) if ctx.needs_input_grad[0] else None
+        return dx, conv2d_weight(x, filters.shape, dz), dweight, dbias, None
 
 
 class TutorialPair(nn.Module):
@@ -97,7 +98,7 @@ def check_answers(networks: dict[str, DigitNetwork], images: Tensor, labels: Ten
     for name, network in networks.items():
         double = copy.deepcopy(network).double()
         loss_of(double, images.double(), labels, 0).backward()
-        gradients[name] = [p.grad for p in double.parameters()]
+        gradients[name] = [p.grad for p in double.parameters() if p.grad is not None]
     off = {name: largest_difference(ours, gradients["stock"])[1] for name, ours in gradients.items()}
     wrong = {name: difference for name, difference in off.items() if not difference <= 1e-9}
     if wrong:
@@ -116,7 +117,7 @@ def measure(batch_size: int, steps: int, device: str) -> dict[str, Any]:
         network.load_state_dict(networks["stock"].state_dict())
     off = check_answers(networks, images[:64], labels[:64])
     freed_memory = keep_freed_memory()
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, network in networks.items():
         held, peak, *_ = measure_step(partial(loss_of, network, images, labels, 0), device=device)
         rows[name] = {"held": held, "peak": peak, "gradients": off[name]}

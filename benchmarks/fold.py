@@ -29,6 +29,7 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            assert module.running_var is not None
             module.running_mean.uniform_(-0.2, 0.2, generator=generator)
             module.running_var.uniform_(0.7, 1.3, generator=generator)
             if module.affine:

@@ -149,7 +149,9 @@ FORMULAS = (
         "gated sum, AdaLN",
         TOKENS,
         _random("x", "x", "n", "n", "n"),
-        lambda x, branch, gate, *of: functional.add_ada_layer_norm(x, branch, gate, x.shape[-1:], *of, EPS),
+        lambda x, branch, gate, scale, shift: functional.add_ada_layer_norm(
+            x, branch, gate, x.shape[-1:], scale, shift, EPS
+        ),
         gated_sum,
         (2.0, 3.5),
         (3.0, 3.0),

@@ -87,7 +87,7 @@ def alone(names: list[str], tokens: int, dtype: str, turns: int, vocabulary: int
         with context():
             return F.cross_entropy(layer(x).float(), target)
 
-    sides = {
+    sides: dict[str, Callable[[], Tensor]] = {
         "plain": partial(loss, nullcontext),
         'lean("conv")': partial(loss, partial(lean, "conv")),
         'lean("conv", head=True)': partial(loss, partial(lean, "conv", head=True)),
@@ -114,11 +114,11 @@ def models(names: Iterable[str], dtype: str, turns: int) -> Iterator[Row]:
                 found: Tensor = model(**inputs).loss
                 return found
 
-        sides = {
+        sides: dict[str, Callable[[], Tensor]] = {
             "plain": partial(loss, nullcontext),
             'lean("conv")': partial(loss, partial(lean, "conv")),
             'lean("conv", head=True)': partial(loss, partial(lean, "conv", head=True)),
-            "checkpoint, every block": partial(loss, lambda blocks=blocks: checkpointed(blocks, 1)),
+            "checkpoint, every block": partial(loss, partial(checkpointed, blocks, 1)),
         }
         for row in _measured(sides, [*model.parameters()], turns, zeros=True):
             yield {"what": "models", "model": name, "dtype": dtype, **row}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,7 +20,7 @@ from benchmarks import record
 from benchmarks.lean_transformers import Context, checkpointed
 from leannorm import keep_freed_memory
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, small
+from leannorm.saving import lean
 
 Row = dict[str, Any]
 
@@ -59,7 +61,7 @@ def rows(
             forward(context).backward()
         gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad(set_to_none=clears)
-        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
+        kept, peak, _, _ = measure_step(partial(forward, context))
         stock = stock or [gradients, kept, peak]
         equal = all(
             a is b is None or (a is not None and b is not None and torch.equal(a, b))
@@ -88,7 +90,7 @@ def parsed(parser: ArgumentParser) -> Namespace:
     keep_freed_memory()
     torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
     warnings.simplefilter("ignore")
-    small.SMALL = -1  # models this small are left alone otherwise
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # models this small are left alone otherwise
     return options
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"  # must be set before the kernels are imported
 
@@ -69,7 +69,7 @@ def over_channels_by_torch() -> Call:
     return lambda x: layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def modulation() -> tuple[torch.Tensor, torch.Tensor]:
+def modulation() -> tuple[torch.Tensor, ...]:
     """A scale and a shift for each sample, as a network computes them: parts of one tensor."""
     return torch.randn(TOKENS[0], 2 * 64, requires_grad=True).chunk(2, 1)
 
@@ -160,9 +160,12 @@ def without_a_device(
     warnings.filterwarnings("ignore", "Warning only once", UserWarning)
     for name in (*schema.OPERATORS, *schema.BETWEEN):  # CPU tensors reach these kernels as CUDA tensors would
         schema.LIBRARY.impl(name, triton.imported_by_call(name), "CPU", allow_override=True)
-    type(TRITON).why_not = lambda *_, **__: []
-    type(CPU).why_not = lambda *_, **__: ["left out"]
-    fast.picks_aten = lambda x: False
+    on_triton: Any = type(TRITON)
+    on_cpu: Any = type(CPU)
+    chosen: Any = fast
+    on_triton.why_not = lambda *_, **__: []
+    on_cpu.why_not = lambda *_, **__: ["left out"]
+    chosen.picks_aten = lambda x: False
 
 
 def without_a_driver() -> None:

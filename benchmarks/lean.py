@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -47,8 +48,8 @@ REACH = {
     "digits": (Reach(0.60, 1.10, 0.88), Reach(0.45, 1.15, 0.75)),
 }
 LINES: dict[str, Callable[[], Any]] = {
-    **{f"budget {share}": lambda share=share: lean(budget=share) for share in (0.9, 0.7, 0.5, 0.4, 0.3)},
-    **{f"overhead {share}": lambda share=share: lean(overhead=share) for share in (0.05, 0.1, 0.15, 0.25)},
+    **{f"budget {share}": partial(lean, budget=share) for share in (0.9, 0.7, 0.5, 0.4, 0.3)},
+    **{f"overhead {share}": partial(lean, overhead=share) for share in (0.05, 0.1, 0.15, 0.25)},
 }
 _NOISE = 0.02  # of a time
 
@@ -112,10 +113,8 @@ def settle(step: Callable[[], Any]) -> int:
 
 def equal(a: Side, b: Side) -> bool:
     ours, stock = a.state(), b.state()
-    return all(
-        (v is None and stock[k] is None) or (v is not None and torch.equal(v, stock[k]))
-        for k, v in ours.items()
-    )
+    pairs = [(ours[name], stock[name]) for name in ours]
+    return all(v is w is None or (v is not None and w is not None and torch.equal(v, w)) for v, w in pairs)
 
 
 class Row(NamedTuple):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import record
+from benchmarks.architectures import import_torchvision, in_layout
 
 RESULTS = record.FOLDER / "lean_compiled_cpu.json"
 SETTINGS: dict[str, dict[str, Any] | float | None] = {
@@ -96,13 +97,11 @@ def _mean_square(out: Tensor) -> Tensor:
 
 
 def _images(model: nn.Module, *shape: int) -> Subject:
-    layout = torch.channels_last
-    return Subject(model.to(memory_format=layout), torch.randn(shape).to(memory_format=layout), _mean_square)
+    x = torch.randn(shape).to(memory_format=torch.channels_last)
+    return Subject(in_layout(model, torch.channels_last), x, _mean_square)
 
 
 def subject(name: str) -> Subject:
-    from benchmarks.architectures import import_torchvision
-
     import_torchvision()
     torch.manual_seed(0)
     if name == "unet3d":
@@ -136,10 +135,12 @@ def checkpoint_blocks(model: nn.Module) -> None:
         for block in model.modules():
             if isinstance(block, Block):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    elif hasattr(model, "set_grad_checkpointing"):
-        model.set_grad_checkpointing()
+        return
+    switched: Any = model
+    if hasattr(model, "set_grad_checkpointing"):
+        switched.set_grad_checkpointing()
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        switched.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 class Side:

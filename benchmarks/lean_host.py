@@ -10,6 +10,7 @@ unpack with the kernels of the rebuilds. Run it alone: what others do on the mac
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import record
 from leannorm import convert
-from leannorm.saving import lean, small
+from leannorm.saving import lean
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "no-op": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -112,7 +113,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    small.SMALL = -1  # these passes are recorded, small as they are
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # these passes are recorded, small as they are
     rows = []
     for name in options.models or MODELS:
         torch.manual_seed(0)

@@ -16,13 +16,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
@@ -30,6 +31,7 @@ from leannorm.saving import lean
 from leannorm.saving.small import NEVER_SMALL
 
 WORDS, BATCH = 512, (8, 64)
+SETTINGS: tuple[Literal["norm", "conv"] | None, ...] = None, "norm", "conv"
 
 
 def _llama() -> nn.Module:
@@ -95,14 +97,14 @@ def _cut_llama(model: Any, mesh: Any, plan: str) -> None:
     along, whole, part = plan != "columns", Replicate(), Shard(1)
     by: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     by |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    back = {"output_layouts": part, "use_local_output": False} if along else {}
+    back: dict[str, Any] = {"output_layouts": part, "use_local_output": False} if along else {}
     by |= {name: RowwiseParallel(**back) for name in ("self_attn.o_proj", "mlp.down_proj")}
     top: dict[str, Any] = {"lm_head": ColwiseParallel(output_layouts=whole)}
     if along:
-        named = {"input_kwarg_layouts": {"hidden_states": part}}
-        wanted = {"desired_input_kwarg_layouts": {"hidden_states": whole}}
+        named: dict[str, Any] = {"input_kwarg_layouts": {"hidden_states": part}}
+        named["desired_input_kwarg_layouts"] = {"hidden_states": whole}
         by |= {name: SequenceParallel() for name in ("input_layernorm", "post_attention_layernorm")}
-        by["self_attn"] = PrepareModuleInput(**named, **wanted)
+        by["self_attn"] = PrepareModuleInput(**named)
         by["mlp"] = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
         out = Shard(-1) if plan == "loss" else whole
         top = {
@@ -168,8 +170,8 @@ def _row(row: int, mesh: Any, turns: int) -> list[held.Row]:
     times: dict[Any, list[float]] = {}
     bytes_of = {}
     for _ in range(turns):
-        for setting in (None, "norm", "conv"):
-            saved: Any = nullcontext() if setting is None else lean(setting)  # type: ignore[arg-type]
+        for setting in SETTINGS:
+            saved: Any = nullcontext() if setting is None else lean(setting)
             if setting is not None:
                 saved.place = NEVER_SMALL
             model.zero_grad()
@@ -214,7 +216,7 @@ def _measured(models: list[str], turns: int) -> Iterator[held.Row]:
     with tempfile.TemporaryDirectory() as folder:
         end = mp.get_context("spawn").SimpleQueue()
         arguments = str(Path(folder) / "store"), models, turns, end
-        started = mp.spawn(_work, args=arguments, nprocs=2, join=False)
+        started = spawn(_work, args=arguments, nprocs=2, join=False)
         while True:
             while end.empty():
                 if started.join(0.1):  # raises what a rank raised

@@ -162,7 +162,7 @@ def checkpointed(blocks: list[nn.Module], every: int, **settings: Any) -> Iterat
     settings["use_reentrant"] = False
     for block in blocks[::every]:
         forward = block.forward
-        block.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, **settings, **k)  # type: ignore[method-assign]
+        block.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, **settings, **k)
     try:
         yield
     finally:
@@ -250,7 +250,8 @@ def measure(
         forward(context, given).backward()
         return [p.grad for p in model.parameters()]
 
-    rows, stock, contexts = [], None, settings_for(model, blocks, selective, compiling)
+    rows: list[dict[str, Any]] = []
+    stock, contexts = list[Tensor | None](), settings_for(model, blocks, selective, compiling)
     for setting, context in contexts.items():
         for given in (others, inputs, inputs):  # a rebuild is tried on tensors of two values
             found = step(context, given)
@@ -262,10 +263,11 @@ def measure(
 
             settle(followed)
         stock = stock or found
-        equal = all(a is b or torch.equal(a, b) for a, b in zip(found, stock, strict=True) if a is not None)
+        pairs = zip(found, stock, strict=True)
+        equal = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
         del found
         model.zero_grad(set_to_none=False)  # the sums of the weights' gradients are there before the step
-        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
+        kept, peak, _, _ = measure_step(partial(forward, context))
         rows.append({"model": name, "dtype": str(dtype)[6:], "setting": setting, "equal": equal,
                      "kept": kept, "peak": peak, "seconds": [], "ratio": 1.0})  # fmt: skip
     for _ in range(steps):

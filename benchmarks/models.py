@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ def _compile(model: nn.Module) -> None:
     model.compile(options={"fallback_random": True})  # dropout as stock's
 
 
-SETTINGS = {
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module], nn.Module] | None]] = {
     "stock": (contextlib.nullcontext, None),
     "convert": (contextlib.nullcontext, convert),
     "convert + lean()": (lean, convert),

@@ -237,7 +237,8 @@ def gpu(network: str, setting: str) -> Measured:
     """A training step on the GPU, relative to plain PyTorch."""
     (row,) = (r for r in of_gpu()["steps"] if (r["network"], r["setting"]) == (network, setting))
     names = ("held_bytes", "max_memory_allocated", "milliseconds")
-    return Measured(*(row[f"{name}_of_stock"] for name in names), run=())
+    held, peak, time = (row[f"{name}_of_stock"] for name in names)
+    return Measured(held, peak, time, run=())
 
 
 def on_gpu(of: str = ON_GPU) -> str:
@@ -262,7 +263,7 @@ def gpu_kernels() -> None:
     table(head, {names[case]: f"{cell(*case, 'forward')} | {cell(*case, 'backward')}" for case in cases})
 
 
-def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:
+def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured] | Iterable[str]]) -> None:
     """A row of one measurement has a column for each of its three numbers, a row of several one for each."""
     lines = [f"| {head} |", "|---" * len(head.split(" | ")) + "|"]
     for name, row in rows.items():

@@ -53,9 +53,12 @@ def points(file: str, model: str, dtype: str | None) -> list[Point]:
             or row.get("convert")
         ):
             continue
-        time = row.get("ratio", row.get("time"))
+        time: Any = row.get("ratio", row.get("time"))
         name = _compiled_name(row["setting"]) if file == COMPILED_CODE else _name(row["setting"])
-        of_axis = {KEPT: row.get("kept_ratio", row.get("held")), PEAK: row.get("peak_ratio", row["peak"])}
+        of_axis: dict[str, Any] = {
+            KEPT: row.get("kept_ratio", row.get("held")),
+            PEAK: row.get("peak_ratio", row["peak"]),
+        }
         sizes = {axis: round(of_axis[axis], 3) for axis in axes}
         found.append((name, sizes, round(time, 3)))
     return found

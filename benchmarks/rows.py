@@ -187,10 +187,11 @@ def measure(
     family: Family | Formula, shape: tuple[int, ...], options: argparse.Namespace, clock: Callable[[], float]
 ) -> list[Timing]:
     """Forward and backward of one shape."""
-    made, traffics = (
-        (prepare_formula, family.traffic) if isinstance(family, Formula) else (prepare, (1.0, 1.5))
-    )
-    sides, x = made(family, shape, getattr(torch, options.dtype), options.level)
+    how = shape, getattr(torch, options.dtype), options.level
+    if isinstance(family, Formula):
+        (sides, x), traffics = prepare_formula(family, *how), family.traffic
+    else:
+        (sides, x), traffics = prepare(family, *how), (1.0, 1.5)
     found = []
     for direction, pair, traffic in zip(DIRECTIONS, sides, traffics, strict=True):
         ours, torchs, clone = turns((*pair, x.clone), options.seconds, clock)

@@ -50,6 +50,7 @@ REACH = 1.15  # the goal for shared / bare, on 4 ranks
 
 def merged_of(moments: Moments) -> Moments:
     """Merge the ranks' statistics, which are stacked along axis 0."""
+    assert isinstance(moments.count, Tensor)
     total = moments.count.sum(0)
     mean = (moments.mean * moments.count).sum(0) / total.clamp_min(1)
     between = (moments.count * (moments.mean - mean).square()).sum(0)
@@ -69,7 +70,7 @@ class Gather(torch.autograd.Function):
         dist.all_gather(every, mine)
         mean, rstd, count = torch.stack(every).double().split((x.shape[1], x.shape[1], 1), dim=1)
         merged = merged_of(Moments(mean, (rstd.pow(-2) - eps) * count, count))
-        rstd, total = REFERENCE.rstd_of(merged, eps), merged.count[0]
+        rstd, total = REFERENCE.rstd_of(merged, eps), count.sum()
         ctx.save_for_backward(x, merged.mean, rstd, weight, total)
         ctx.backend = backend
         return backend.channel_normalize(KeptByChannelNorm(x, merged.mean, rstd, weight, bias))
@@ -81,7 +82,8 @@ class Gather(torch.autograd.Function):
         dbias, dweight = ctx.backend.channel_grad_sums(dy, kept)
         sums = torch.cat((dbias, dweight)).float()
         dist.all_reduce(sums)
-        means = REFERENCE.channel_means(sums.double().chunk(2), weight, 0, count)
+        of_bias, of_weight = sums.double().chunk(2)
+        means = REFERENCE.channel_means((of_bias, of_weight), weight, 0, count)
         dx, _ = ctx.backend.channel_input_grad(dy, kept, means)
         return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None
 

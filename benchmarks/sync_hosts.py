@@ -140,8 +140,10 @@ def measure(world: int, delays: list[float], repeats: int) -> dict[float, dict[s
             command = ["ip", "netns", "exec", f"lnhost{rank}", sys.executable, "-m", "benchmarks.sync_hosts"]
             command += ["--rank", str(rank), "--ranks", str(world), "--repeats", str(repeats), "--delays"]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": "t0"}
-            streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} if rank == 0 else {}
-            process = subprocess.Popen([*command, *map(str, delays)], env=environment, text=True, **streams)
+            stream = subprocess.PIPE if rank == 0 else None
+            process = subprocess.Popen(
+                [*command, *map(str, delays)], env=environment, text=True, stdin=stream, stdout=stream
+            )
             stack.callback(process.wait)
             processes.append(process)
         first = processes[0]

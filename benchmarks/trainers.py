@@ -100,7 +100,8 @@ def _monai(setting: Setting | None) -> Trained:
         make_lean(network, setting)
     draw = torch.Generator().manual_seed(0)
     images, labels = torch.randn(4, 1, 32, 32, 32, generator=draw), torch.ones(1, 32, 32, 32)
-    loader = torch.utils.data.DataLoader([{"image": x, "label": labels} for x in images], batch_size=2)
+    samples: Any = [{"image": x, "label": labels} for x in images]
+    loader = torch.utils.data.DataLoader(samples, batch_size=2)
     trainer = SupervisedTrainer(
         device=torch.device("cpu"), max_epochs=2, train_data_loader=loader, network=network,
         optimizer=torch.optim.SGD(network.parameters(), 0.1),
@@ -142,7 +143,8 @@ def _torchtitan(setting: Setting | None) -> Trained:
     FlexAttention.forward = attend
     parallel_dims.device_type = "cpu"
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1)
     dims.build_mesh()
     spec = model_registry("debugmodel")
@@ -211,8 +213,8 @@ def _trl(setting: Setting | None) -> Trained:
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "vocab_size": 100}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
-    settings = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "use_cpu": True, "bf16": False}
-    settings |= {"report_to": [], "save_strategy": "no", "gradient_checkpointing": False}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "use_cpu": True}
+    settings |= {"bf16": False, "report_to": [], "save_strategy": "no", "gradient_checkpointing": False}
     settings |= {"disable_tqdm": True, "dataset_kwargs": {"skip_prepare_dataset": True}}
     callbacks = [] if setting is None else [lean_callback(setting)]
     trainer = SFTTrainer(

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import held
-from benchmarks.architectures import import_torchvision
+from benchmarks.architectures import import_torchvision, in_layout
 from leannorm import convert
 
 
@@ -71,7 +71,7 @@ def _of_monai(name: str, **settings: Any) -> nn.Module:
     return made
 
 
-_DYN = {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_size": [2] * 3}
+_DYN: dict[str, Any] = {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_size": [2] * 3}
 _DYN |= {"filters": [8, 16, 32, 64], "deep_supervision": True, "deep_supr_num": 2}
 _UNET = {"channels": (8, 16, 32, 64), "strides": (2, 2, 2), "num_res_units": 2, "dropout": 0.1}
 _ENCODER = {"n_blocks_per_stage": [1, 2, 2, 2], "n_conv_per_stage_decoder": 1}
@@ -157,7 +157,7 @@ def tell_times(names: Iterable[str], turns: int = 9) -> None:
         told(f"InstanceNorm3d, LeakyReLU {size}", [_ratio(block, x, lambda m, x: m(x), turns) for x in xs])
     for name in names:
         model, x = volumes(name)
-        told(name, [_ratio(model.to(memory_format=form), x, loss_of, turns) for form in _FORMS])
+        told(name, [_ratio(in_layout(model, form), x, loss_of, turns) for form in _FORMS])
 
 
 def main() -> None:

@@ -42,11 +42,12 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True)
-def no_plan_of_another_test():
+def nothing_of_another_test():
     """A network that begins as an earlier one did would follow that one's plan first."""
-    from leannorm.saving import plans
+    from leannorm.saving.remembered import nothing_remembered
 
-    plans._KNOWN.clear()
+    with nothing_remembered():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -56,16 +57,16 @@ def prices_of_the_table(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def no_pass_is_small(monkeypatch):
-    """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
-    monkeypatch.setattr("leannorm.saving.small.SMALL", -1)
-    monkeypatch.setattr("leannorm.saving.small._LEFT_ALONE", {})  # nor was one, in another test
+def no_step_is_measured(request, monkeypatch):
+    """A plan for an overhead would depend on what else the machine does; tests of that are marked."""
+    if not request.node.get_closest_marker("steps_are_measured"):
+        monkeypatch.setattr("leannorm.saving.watched.watch_of", lambda place: None)
 
 
 @pytest.fixture(autouse=True)
-def no_step_is_measured(monkeypatch):
-    """A plan for an overhead would depend on what else the machine does; tests of that ask for it."""
-    monkeypatch.setattr("leannorm.saving.watched.watch_of", lambda place: None)
+def no_pass_is_small(monkeypatch):
+    """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", "-1")
 
 
 @pytest.fixture(autouse=True)

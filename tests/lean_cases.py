@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import stand_ins
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
@@ -21,13 +22,34 @@ from leannorm.saving import log, recorded
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
 
 
+@contextmanager
+def recording_in(module: Any) -> Iterator[None]:
+    """Passes are recorded by this log."""
+    before = recorded.LOG
+    recorded.record_in(module)
+    try:
+        yield
+    finally:
+        recorded.record_in(before)
+
+
 def without_nodes(monkeypatch) -> None:
     """`lean()` as it is where the C++ nodes are not built: the log is in Python."""
     monkeypatch.setattr(recorded, "LOG", recorded.LOG)  # which it is again when the test has ended
     recorded.record_in(log)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("leannorm.saving.") and hasattr(module, "NODES"):
-            monkeypatch.setattr(module, "NODES", None)
+    stand_ins.without_nodes(monkeypatch, "saving")
+
+
+@contextmanager
+def in_a_group(ranks: int = 2) -> Iterator[None]:
+    """This process as one rank of a group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def forget_trials() -> None:

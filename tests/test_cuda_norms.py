@@ -73,7 +73,7 @@ def test_a_gate_that_is_a_slice(width, before, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
-def test_heads_where_they_are(size, dtype, monkeypatch):
+def test_heads_where_they_are(size, dtype):
     """One launch forward: a copy would be another."""
     from benchmarks.gpu.shapes import launches
 
@@ -85,7 +85,7 @@ def test_heads_where_they_are(size, dtype, monkeypatch):
 
     of_both_backends(run, dtype, qkv, weight)
     x, w = qkv.cuda().to(dtype)[:, :, 1], weight.cuda().to(dtype)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # a launch each
+    torch.use_deterministic_algorithms(False)  # which fill new memory, a launch each
     with torch.no_grad():
         assert launches(lambda: leannorm.functional.rms_norm(x, (size,), w, 1e-5), x.device) == 1
 

@@ -48,6 +48,11 @@ SCRIPTS = [
 ]
 
 
+@pytest.fixture
+def no_pass_is_small():
+    """Instead of the fixture for all other tests: examples run as users run them, small passes included."""
+
+
 NOTEBOOKS = ("memory_over_a_step", "which_setting", "misbehaving_norm")
 OTHERS = ("two_ranks", "padded_speech", "never_out", *NOTEBOOKS)
 

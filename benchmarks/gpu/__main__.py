@@ -119,10 +119,10 @@ def summary(report: Report) -> None:
         print(line)
     small = {(r["case"], r["side"]): r for r in data["small"]}
     for (name, side), row in small.items():
-        if side == "ours" and (theirs := small.get((name, "torch"))):
-            ratio = row["microseconds"] / theirs["microseconds"]
+        if side == "ours" and (torchs := small.get((name, "torch"))):
+            ratio = row["microseconds"] / torchs["microseconds"]
             print(
-                f"{name:35} time {ratio:.2f} of torch's, launches {row['launches']} to {theirs['launches']}"
+                f"{name:35} time {ratio:.2f} of torch's, launches {row['launches']} to {torchs['launches']}"
             )
     for row in data["steps"]:
         time, peak = row["milliseconds_of_stock"], row["max_memory_allocated_of_stock"]

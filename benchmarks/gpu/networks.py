@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch.nn.functional as F
@@ -101,5 +102,6 @@ def builder(name: str, smoke: bool) -> tuple[str, Callable[[], nn.Module]]:
             make(entry)
         except Exception:  # absent, or built for another torch
             continue
-        return f"{library}:{entry}", lambda make=make, entry=entry: make(entry)
-    return "plain", {"resnet50": resnet, "vit": vit}[name]
+        return f"{library}:{entry}", partial(make, entry)
+    plain: dict[str, Callable[[], nn.Module]] = {"resnet50": resnet, "vit": vit}
+    return "plain", plain[name]

@@ -45,21 +45,23 @@ class Case(NamedTuple):
         return f"{self.name} {'x'.join(map(str, self.shape))}"
 
 
-_RELU = (64, 112), (64, 56), (128, 56), (128, 28), (256, 28), (256, 14), (512, 14), (512, 7)
-_ADD = (256, 56), (512, 28), (1024, 14), (2048, 7)
-_PLANES = (64, 56), (128, 28), (256, 14), (512, 14), (512, 7)
+Sizes = tuple[tuple[int, int], ...]
+_RELU: Sizes = (64, 112), (64, 56), (128, 56), (128, 28), (256, 28), (256, 14), (512, 14), (512, 7)
+_ADD: Sizes = (256, 56), (512, 28), (1024, 14), (2048, 7)
+_PLANES: Sizes = (64, 56), (128, 28), (256, 14), (512, 14), (512, 7)
 
 
 def cases(smoke: bool) -> dict[str, list[Case]]:
     """The cases by section: ResNet-50's batch norms, rows, and small tensors."""
-    relu, add, planes, batch = _RELU, _ADD, _PLANES, 128
-    lines, lengths = 32768, (1024, 4096, 8192, 16384)
+    relu, add, planes, batch, lines = _RELU, _ADD, _PLANES, 128, 32768
+    lengths: tuple[int, ...] = 1024, 4096, 8192, 16384
     if smoke:
         relu, add, planes, batch, lines, lengths = ((8, 5),), ((16, 3),), ((8, 5),), 2, 6, (40,)
     # a DiT, Mamba-2, Gemma, Llama's queries, a UNet
     tokens, inner, images, heads = (64, 512, 1152), (32768, 4096), (32, 256, 64, 64), (16, 2048, 32, 128)
     if smoke:
         tokens, inner, images, heads = (2, 3, 16), (6, 16), (2, 8, 4, 4), (2, 3, 2, 16)
+    of_modern: tuple[tuple[str, tuple[int, ...]], ...]
     of_modern = ("AdaLN", tokens), ("AdaLN of a token", tokens), ("gated residual + AdaLN", tokens)
     of_modern += ("gated RMS norm", inner), ("RMS norm, 1 + w", inner), ("RMS norm of heads", heads)
     of_modern += (("group norm + silu", images),)
@@ -167,7 +169,7 @@ def compiled(kind: str, smoke: bool) -> Side:
     norm = torchs(kind)
 
     def function(*tensors: Tensor | None) -> Tensor:
-        return norm(Set(*tensors, tensors[0]))  # type: ignore[arg-type]
+        return norm(Set(*tensors, tensors[0]))  # type: ignore[arg-type, call-arg]
 
     made = torch.compile(function, dynamic=False, backend="aot_eager" if smoke else "inductor")
     return lambda s: made(*s[:-1])
@@ -212,7 +214,8 @@ def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]
     Where an output is near 0, two correct results may differ in whether relu zeroes it. So the float64
     gradient uses each side's own sign pattern.
     """
-    double = Set(*(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in s))
+    doubles = (None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in s)
+    double = Set(*doubles)  # type: ignore[arg-type]
     kind, relu = case.kind, case.kind == "channel"
     if relu:
         z = F.batch_norm(double.x, None, None, double.weight, double.bias, True, 0.1, EPS)
@@ -257,7 +260,7 @@ def moved(case: Case, itemsize: int, cache: int) -> dict[str, tuple[int, int]]:
     again_backward = reads * (again and reads > cache)
     once = sum(forward), sum(backward)
     if case.kind in modern.MOVED:
-        once = tuple(t * sizes for sizes in modern.MOVED[case.kind])
+        once = tuple(t * sizes for sizes in modern.MOVED[case.kind])  # type: ignore[assignment]
     passes = once[0] + again_forward, once[1] + again_backward
     return {
         "forward": (passes[0], once[0]),
@@ -366,7 +369,7 @@ def run_small(case: Case, report: Report, smoke: bool) -> None:
         seconds: dict[str, list[float]] = {who: [] for who in runs}
         for _ in range(turns + 1):
             for who, run in runs.items():
-                taken = time_step(lambda run=run: [run() for _ in range(calls)], device)
+                taken = time_step(lambda run=run: [run() for _ in range(calls)], device)  # type: ignore[misc]
                 seconds[who].append(taken / calls)
         for who, run in runs.items():
             took, count = median(seconds[who][1:]), launches(run, device)

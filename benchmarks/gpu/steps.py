@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.architectures import in_layout
 from benchmarks.gpu.blocks import BLOCKS, with_liger
 from benchmarks.gpu.networks import builder
 from benchmarks.gpu.report import Report
@@ -42,6 +43,16 @@ class Batch(NamedTuple):
     labels: Tensor
 
 
+class Case(NamedTuple):
+    """A network whose settings are timed; `found`: the row of each that was."""
+
+    name: str
+    source: str
+    model: nn.Module
+    batch: Batch
+    found: dict[str, dict[str, Any]]
+
+
 class Side:
     """One setting: its network, optimizer and training step."""
 
@@ -50,7 +61,8 @@ class Side:
         if setting == "liger":
             self.model = with_liger(model) or model
         self.run: Callable[[Tensor], Any] = self.model
-        recompute, is_lean = setting.split()[-1], setting.endswith(("norm", "conv"))
+        recompute: Any = setting.split()[-1]
+        is_lean = recompute in ("norm", "conv")
         compiled = setting.startswith("compile")
         if compiled:
             torch._dynamo.reset()
@@ -102,7 +114,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
     source, make = builder(name, smoke)
     count, size, classes = (8, 16, 10) if smoke else (256, 224, 1000)
     torch.manual_seed(0)
-    model = make().to(report.device, memory_format=torch.channels_last).train()
+    model = in_layout(make().to(report.device), torch.channels_last).train()
     print(f"{name}: {source}, batch {count}, {size} pixels")
     with interpreted(report):
         if settings != ("compile",):
@@ -113,6 +125,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
         for row in report.data["steps"]:
             if row["network"] == name:
                 found.setdefault(row["setting"], row)
+        case = Case(name, source, model, batch, found)
         if settings == ("compile",):
             settings = settings if "stock" in found else ("stock", *settings)
         else:  # stock again: the difference of its two times is the noise of the others
@@ -120,7 +133,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
         for setting in settings:
             if not report.has(150 if setting == "compile" and not smoke else 10, f"{name}, {setting}"):
                 continue
-            what = partial(time_setting, name, source, setting, model, batch, found, report, smoke)
+            what = partial(time_setting, case, setting, report, smoke)
             report.attempt(f"{name}, {setting}", what)
 
 
@@ -138,11 +151,10 @@ def run_blocks(name: str, report: Report, settings: tuple[str, ...], smoke: bool
             check_equal(name, model, batch, report)
             settings = (*settings, "stock, again")
         found = {row["setting"]: row for row in reversed(report.data["steps"]) if row["network"] == name}
+        case = Case(name, "plain", model, batch, found)
         for setting in settings:
             if report.has(40 if setting.startswith("compile") and not smoke else 5, f"{name}, {setting}"):
-                what = partial(
-                    time_setting, name, "plain", setting, model, batch, found, report, smoke, SixteenBits
-                )
+                what = partial(time_setting, case, setting, report, smoke, SixteenBits)
                 report.attempt(f"{name}, {setting}", what)
 
 
@@ -182,19 +194,9 @@ def check_equal(name: str, model: nn.Module, batch: Batch, report: Report) -> No
             report.wrong(f"{name}, lean() on {plain}: {len(differ)} gradients differ: {differ[:4]}")
 
 
-def time_setting(
-    name: str,
-    source: str,
-    setting: str,
-    model: nn.Module,
-    batch: Batch,
-    found: dict[str, dict[str, Any]],
-    report: Report,
-    smoke: bool,
-    kind: type[Side] = Side,
-) -> None:
-    device = report.device
-    side = kind(setting.removesuffix(", again"), copy.deepcopy(model), smoke)
+def time_setting(case: Case, setting: str, report: Report, smoke: bool, kind: type[Side] = Side) -> None:
+    device, batch, found = report.device, case.batch, case.found
+    side = kind(setting.removesuffix(", again"), copy.deepcopy(case.model), smoke)
     warm_up, steps = (1, 1) if smoke else (WARM_UP, STEPS)
     for _ in range(warm_up):
         side.step(batch)
@@ -203,14 +205,19 @@ def time_setting(
     gc.collect()
     there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     memory = measure_step(partial(side.forward, batch), device=device)
-    row: dict[str, Any] = {"network": name, "source": source, "setting": setting, "batch": len(batch.images)}
-    row |= {"milliseconds": seconds * 1e3, "held_bytes": memory.held, "peak_bytes": memory.peak}
+    row: dict[str, Any] = {"network": case.name, "source": case.source, "setting": setting}
+    row |= {
+        "batch": len(batch.images),
+        "milliseconds": seconds * 1e3,
+        "held_bytes": memory.held,
+        "peak_bytes": memory.peak,
+    }
     row["max_memory_allocated"] = there + memory.peak
     found[setting] = row
     stock = found.get("stock")
     for key in ("milliseconds", "held_bytes", "peak_bytes", "max_memory_allocated"):
         row[f"{key}_of_stock"] = None if stock is None else row[key] / max(stock[key], 1e-9)
-    row["reach"] = REACH.get((name, setting))
+    row["reach"] = REACH.get((case.name, setting))
     report.add("steps", row)
     of = [row[f"{key}_of_stock"] for key in ("milliseconds", "max_memory_allocated", "held_bytes")]
     ratios = "" if stock is None else "  of stock: time {:.3f}, peak {:.3f}, held {:.3f}".format(*of)
@@ -239,7 +246,7 @@ def gradients(side: Side, batch: Batch, dtype: torch.dtype | None = None) -> dic
 @contextmanager
 def full_precision() -> Iterator[None]:
     """No TF32 in float32 products and convolutions."""
-    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    flags: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [of.allow_tf32 for of in flags]
     try:
         for of in flags:

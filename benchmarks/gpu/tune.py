@@ -64,13 +64,16 @@ def launched_by(choice: Any) -> Iterator[None]:
     """The kernels are launched by this choice, and what is noted of others is forgotten."""
     from leannorm.ops.backends.triton import channel, rows, tape
 
-    before = channel.choice_for, rows.choice_for
+    modules: tuple[Any, ...] = channel, rows
+    before = [module.choice_for for module in modules]
     tape.forget()
-    channel.choice_for = rows.choice_for = lambda device: choice
+    for module in modules:
+        module.choice_for = lambda device: choice
     try:
         yield
     finally:
-        channel.choice_for, rows.choice_for = before
+        for module, choice_for in zip(modules, before, strict=True):
+            module.choice_for = choice_for
         tape.forget()
 
 

@@ -70,8 +70,11 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with tempfile.TemporaryFile() as file:
             yield file
             file.seek(0)
-            with open(path, "ab") as stream:  # append
-                shutil.copyfileobj(file, stream)
+            try:
+                with open(path, "ab") as stream:  # append
+                    shutil.copyfileobj(file, stream)
+            except OSError as error:  # of a write, which names no file
+                raise OSError(error.errno, error.strerror, str(path)) from error
         return
     path = Path(os.path.realpath(path))
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

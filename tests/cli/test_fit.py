@@ -337,9 +337,9 @@ def test_budgets_and_peaks_are_counted_by_the_first_pass_too():
 def test_plans_of_the_process_are_as_they_were():
     from leannorm.saving import plans
 
-    before = {key: [*known.entries] for key, known in plans._KNOWN.items()}
+    before = {key: [*known.entries] for key, known in plans.KNOWN.items()}
     fit(convolutional, (3, 32, 32), "40MB", recompute=[], budgets=[0.5])
-    assert {key: known.entries for key, known in plans._KNOWN.items()} == before
+    assert {key: known.entries for key, known in plans.KNOWN.items()} == before
 
 
 def test_the_command_takes_an_optimizer_budgets_and_peaks(capsys):

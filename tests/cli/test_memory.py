@@ -1,5 +1,6 @@
 """The measured bytes against tensors counted by hand; freed memory kept, seen by the page faults it saves."""
 
+import ctypes
 import subprocess
 import sys
 import textwrap
@@ -213,8 +214,9 @@ def test_kept_memory_is_not_faulted_in_again():
     ],
 )
 def test_where_it_cannot_work_it_says_why(monkeypatch, platform, symbols, reason):
-    monkeypatch.setattr(freed_memory.sys, "platform", platform)
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: type("Process", (), symbols)())
+    process = type("Process", (), symbols)()
+    for owner, name, stand_in in ((sys, "platform", platform), (ctypes, "CDLL", lambda name: process)):
+        monkeypatch.setattr(owner, name, stand_in)
     result = freed_memory.keep_freed_memory()
     assert not result
     assert reason in str(result)

@@ -36,9 +36,9 @@ def file(tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = {*sys.modules}
+    before, found_in = {*sys.modules}, [*sys.path]
     yield path
+    sys.path[:] = found_in
     for name in {*sys.modules} - before:
         if "mymodel" in name or "of_files" in name or str(folder) in name:
             del sys.modules[name]

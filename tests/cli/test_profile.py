@@ -117,7 +117,6 @@ def test_a_goal_out_of_reach_is_told_once_and_the_dtype_is_said(tmp_path, monkey
         "from torch import nn\ndef made(): return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("leannorm.saving.reasons._WARNED", set())
     arguments = ["--input", "64x64", "--budget", "0.001", "--steps", "1", "--dtype", "bfloat16"]
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")

@@ -4,7 +4,6 @@ import pytest
 from compiling import MODELS, assert_same, known, made, run_by_nodes, step
 
 import leannorm
-from leannorm.compiled import internals
 
 GOALS = {"conv": {"recompute": "conv"}, "budget": {"budget": 0.2}, "peak": {"peak": 0.5}}
 
@@ -25,13 +24,13 @@ def test_gradients_are_those_of_eager_code(name, goal):
     assert abs(ours.saved - graph.plan.point.held) <= 0.02 * graph.plan.stock.held
 
 
+@pytest.mark.lays_out
 @pytest.mark.parametrize("kind", ["budget", pytest.param("overhead", marks=pytest.mark.conformance)])
 @pytest.mark.parametrize(
     "name", ["residual blocks", pytest.param("leannorm's norms", marks=pytest.mark.conformance)]
 )
-def test_whoever_asks_for_less_never_gets_more(name, kind, monkeypatch):
+def test_whoever_asks_for_less_never_gets_more(name, kind):
     """Where convolutions are laid out anew each choice above some share peaks above torch's."""
-    monkeypatch.setattr(internals, "changes_layout", lambda module: True)
     model, x = made(name)
     asked = {"budget": (0.9, 0.5, 0.3, 0.1, 0.03), "overhead": (0.0, 0.05, 0.3, 1.0, 3.0)}[kind]
     saved = []

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from kernel_cases import SEVERAL
+from stand_ins import on_device
 
 from leannorm.ops import schema
 from leannorm.ops.backends import BACKENDS, aten, triton
@@ -23,15 +24,15 @@ def kernels(request, monkeypatch):
     if reasons:
         pytest.skip(" ".join(reasons))
     if name == "aten":  # small inputs too, and in slices, as large ones
-        monkeypatch.setattr(aten, "_SMALL", 1)
-        monkeypatch.setattr(aten, "_SLICE", 200)
+        for size, instead in (("_SMALL", 1), ("_SLICE", 200)):
+            monkeypatch.setattr(aten, size, instead)
     if request.param == SEVERAL:
         from leannorm.ops.backends.triton import tape, tiling
 
         tiling.planned.cache_clear()
         tape.forget()
         small_tiles = tiling.Choice(in_flight=16, warps=1, rounds=0)  # as large inputs have, for their size
-        monkeypatch.setattr(tiling, "DEFAULT", small_tiles)
+        on_device(monkeypatch, choice=small_tiles)
     with use_backend(name), torch.device("cuda") if device == "cuda" else nullcontext():
         yield BACKENDS[name]
     if request.param == SEVERAL:

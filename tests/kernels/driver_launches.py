@@ -32,7 +32,9 @@ COUNTS = [ctypes.c_uint] * 7
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
 )
-def driver(function, x, y, z, threads, ty, tz, shared, stream, arguments, more):
+def driver(  # noqa: PLR0913
+    function, x, y, z, threads, ty, tz, shared, stream, arguments, more
+):
     assert (ty, tz, more) == (1, 1, None)
     letters = [letter for letter in LETTERS[function] if letter != "-"]
     values = [TYPES[letter].from_address(arguments[i]).value for i, letter in enumerate(letters)]

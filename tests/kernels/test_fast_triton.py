@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import is_fast
 from more_inputs import Gated, Modulated
+from stand_ins import whole_way, without_nodes
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
@@ -55,15 +56,11 @@ def nodes_in(request, monkeypatch):
     from leannorm.ops.backends.triton import tape
 
     if request.param == "Python":
-        monkeypatch.setattr(fast, "NODES", None)
+        without_nodes(monkeypatch, "autograd")
     tape.forget()
     with use_backend("triton"):
         yield request.param
     tape.forget()
-
-
-def whole_way(monkeypatch):
-    monkeypatch.setattr(fast, "picks_triton", lambda x: False)
 
 
 def trained(name, dtype=torch.float32):

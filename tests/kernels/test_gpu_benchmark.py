@@ -191,10 +191,9 @@ def test_outputs_live_for_a_round_of_calls(monkeypatch):
     class Output:
         pass
 
-    for name, stand_in in (("Event", Event), ("device", nullcontext)):
+    waits = dict.fromkeys(("synchronize", "_sleep"), lambda *_: None)
+    for name, stand_in in {"Event": Event, "device": nullcontext, **waits}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    for name in ("synchronize", "_sleep"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     made, alive = [], []
 
     def call():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import standin
 import torch
+from stand_ins import on_device
 from standin_cases import LAUNCHED
 from test_lean_device import needs_standin
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,30 +154,23 @@ class Counted(TorchDispatchMode):
 @pytest.fixture
 def counted(monkeypatch):
     """The kernels are noted in place of being run, on tensors without memory."""
-    from leannorm.ops.backends.triton import (
-        channel,
-        channel_gradients,
-        gated,
-        rows,
-        shares,
-        statistics,
-    )
-
     mode = Counted()
-    for module in (channel, channel_gradients, rows, shares, statistics):
-        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: mode.seen.append(kernel.__name__))
-    for module in (channel, gated, rows):
-        monkeypatch.setattr(module, "processors", lambda device: 132)
+    note = lambda kernel, *_, **__: mode.seen.append(kernel.__name__)  # noqa: E731
+    on_device(monkeypatch, processors=132, launch=note)
 
     def add_up(sums, count, *_):  # type: ignore[no-untyped-def]
         message = TRITON.message_of(sums, (1, 2), 0, count, 512, sums[0].device)
         mode.seen.append("all_reduce")
         return message.narrow(0, HEADER - 1, 1 + sum(s.numel() for s in sums))
 
-    monkeypatch.setattr(sync, "add_up", add_up)
-    monkeypatch.setattr(TRITON, "why_not", lambda *_, **__: [])
-    monkeypatch.setattr(TRITON, "ops", triton._kernels)
-    monkeypatch.setattr(triton, "_listened_to", lambda: False)  # but for this count
+    taken = (
+        (sync, "add_up", add_up),
+        (TRITON, "why_not", lambda *_, **__: []),
+        (TRITON, "ops", triton._kernels),
+        (triton, "_listened_to", lambda: False),  # except for this count
+    )
+    for owner, name, stand_in in taken:
+        monkeypatch.setattr(owner, name, stand_in)
     with use_backend("triton"), torch.device("meta"):
         yield mode
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from cases import ChannelCase
 from kernel_cases import BF16, F32, F64, assert_close_to_reference, call_on, results
+from stand_ins import on_device
 from test_masked_channel_kernels import assert_close_to_reference as assert_masked_close
 from test_masked_channel_kernels import mask_of, with_nan
+from torch.utils._pytree import tree_leaves
 
 from leannorm.ops.backends import TRITON, triton
 
@@ -107,10 +109,10 @@ def test_groups_of_channels_last_lie_side_by_side(shape, groups, side):
 @pytest.fixture
 def as_on_an_h200(monkeypatch):
     """The tiles that an H200 gets, small as its inputs are here."""
-    from leannorm.ops.backends.triton import channel, tape
+    from leannorm.ops.backends.triton import tape
 
     tape.forget()
-    monkeypatch.setattr(channel, "processors", lambda device: H200)
+    on_device(monkeypatch, processors=H200)
     yield
     tape.forget()
 
@@ -165,72 +167,54 @@ def test_a_groups_values_stay_in_their_group(as_on_an_h200, value):
 
 
 class Traffic:
-    """The bytes of each tensor that the interpreter loads and stores in a launch."""
+    """What the interpreter loads and stores in each launch of a call."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, call):
         from triton.runtime.interpreter import InterpreterBuilder
 
-        self.tensors, self.launches = {}, []
-        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-        monkeypatch.setattr(
-            InterpreterBuilder,
-            "create_masked_load",
-            lambda builder, ptrs, mask, *more: self.note(ptrs, mask) or load(builder, ptrs, mask, *more),
-        )
-        monkeypatch.setattr(
-            InterpreterBuilder,
-            "create_masked_store",
-            lambda builder, ptrs, value, mask, *more: (
-                self.note(ptrs, mask) or store(builder, ptrs, value, mask, *more)
-            ),
-        )
-
-    def note(self, ptrs, mask):
-        at = np.broadcast_to(ptrs.data, mask.data.shape)[mask.data]
-        for name, (first, t) in self.tensors.items():
-            inside = at[(at >= first) & (at < first + t.nbytes)]
-            if inside.size:
-                self.launches[-1][name].append(inside)
-
-    def of(self, monkeypatch, call, **tensors):
-        """What a call moves; a tensor without a name of its own is one that it makes: `out`."""
-        from leannorm.ops.backends.triton import channel, channel_gradients, tape
+        from leannorm.ops.backends.triton import tape
         from leannorm.ops.backends.triton.launch import launch
 
+        # of each launch: the addresses that it moves at once, and its kernel
+        self.launches, self.kernels = [], []
+
+        def noted(kernel, *arguments, **constants):
+            self.launches.append([])
+            self.kernels.append(kernel.__name__)
+            launch(kernel, *arguments, **constants)
+
+        on_device(monkeypatch, launch=noted)
+        for name, mask_at in (("create_masked_load", 1), ("create_masked_store", 2)):
+            moves = self.moves(getattr(InterpreterBuilder, name), mask_at)
+            monkeypatch.setattr(InterpreterBuilder, name, moves)
         tape.forget()
-        self.tensors = {name: (t.data_ptr(), t) for name, t in tensors.items()}
-        self.launches = []
-        made = channel.empty_like
-
-        def noted(t):
-            new = made(t)
-            if new.dim() > 2:
-                self.tensors[f"out {len(self.tensors)}"] = new.data_ptr(), new
-            return new
-
-        def one(*arguments, **constants):
-            self.launches.append(defaultdict(list))
-            launch(*arguments, **constants)
-
-        for module in (channel, channel_gradients):
-            monkeypatch.setattr(module, "empty_like", noted)
-            monkeypatch.setattr(module, "launch", one)
-        result = call()
+        self.result = call()
         monkeypatch.undo()
-        itemsize = next(iter(tensors.values())).element_size()
-        touched = [
-            {name: np.concatenate(parts) for name, parts in launch.items()} for launch in self.launches
-        ]
+        tape.forget()
+
+    def moves(self, plain, mask_at):
+        def noted(builder, *given):
+            mask = given[mask_at].data
+            self.launches[-1].append(np.broadcast_to(given[0].data, mask.shape)[mask])
+            return plain(builder, *given)
+
+        return noted
+
+    def of(self, tensor):
+        """In each launch, which addresses of a tensor are read or written at once."""
+        first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        inside = [[at[(at >= first) & (at < end)] for at in launch] for launch in self.launches]
+        return [[at for at in launch if at.size] for launch in inside]
+
+    def bytes(self, *tensors):
+        """Of these and of the large tensors that the call made: once for each launch, all, and in sectors."""
+        made = [t for t in tree_leaves(self.result) if isinstance(t, torch.Tensor) and t.dim() > 2]
+        launches = [launch for t in (*tensors, *made) for launch in self.of(t) if launch]
+        itemsize = tensors[0].element_size()
         return SimpleNamespace(
-            result=result,
-            once=sum(len(np.unique(at)) * itemsize for launch in touched for at in launch.values()),
-            all=sum(len(at) * itemsize for launch in touched for at in launch.values()),
-            sectors=sum(
-                len(np.unique(part // SECTOR)) * SECTOR
-                for launch in self.launches
-                for parts in launch.values()
-                for part in parts
-            ),
+            once=sum(len(np.unique(np.concatenate(launch))) * itemsize for launch in launches),
+            all=sum(len(at) * itemsize for launch in launches for at in launch),
+            sectors=sum(len(np.unique(at // SECTOR)) * SECTOR for launch in launches for at in launch),
         )
 
 
@@ -254,18 +238,16 @@ def test_bytes_are_those_of_the_docstring(monkeypatch, shape, layout, groups, mo
     found = {}
     for which in ("forward", "backward"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(channel, "processors", lambda device: H200)
-            patch.setattr(channel, "choice_for", lambda device: tiling.Choice(rounds=0 if several else 16))
-            traffic = Traffic(patch)
+            on_device(patch, processors=H200, choice=tiling.Choice(rounds=0 if several else 16))
             if which == "forward":
                 arguments = call.x, weight, bias, None, 1e-5, "silu", groups
-                found[which] = traffic.of(patch, lambda a=arguments: channel.channel_forward(*a), x=call.x)
-                _, mean, _, rstd, _ = found[which].result
+                traffic = Traffic(patch, lambda a=arguments: channel.channel_forward(*a))
+                _, mean, _, rstd, _ = traffic.result
+                found[which] = traffic.bytes(call.x)
             else:
                 arguments = call.dy, call.x, mean, rstd, weight, bias, None, None, "silu", groups, False
-                found[which] = traffic.of(
-                    patch, lambda a=arguments: channel_gradients.channel_backward(*a), x=call.x, dy=call.dy
-                )
+                traffic = Traffic(patch, lambda a=arguments: channel_gradients.channel_backward(*a))
+                found[which] = traffic.bytes(call.x, call.dy)
     once = found["forward"].once / size, found["backward"].once / size
     assert once == ((3, 5) if several else moved)
     if not several:  # again from the cache: x, dy and x, and the first tile for a number near the mean
@@ -280,8 +262,8 @@ def test_groups_side_by_side_read_whole_sectors(monkeypatch):
 
     call = call_on(ChannelCase((2, 64, 8, 8), "channels_last"), BF16, "silu", 8)
     arguments = call.x, call.weight, call.bias, None, 1e-5, "silu", 8
-    monkeypatch.setattr(channel, "processors", lambda device: H200)
-    found = Traffic(monkeypatch).of(monkeypatch, lambda: channel.channel_forward(*arguments), x=call.x)
+    on_device(monkeypatch, processors=H200)
+    found = Traffic(monkeypatch, lambda: channel.channel_forward(*arguments)).bytes(call.x)
     assert found.sectors == found.all
 
 
@@ -358,30 +340,19 @@ def test_the_backward_pass_reads_each_row_once_and_a_groups_line_once_a_program(
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_program_reads_a_groups_lines_once_for_many_rows(monkeypatch, plain, rms):
     """Two sizes of the input, and a scale and a shift for each program, not for each tile of rows."""
-    from leannorm.ops.backends.triton import launch, rows, tape, tiling
+    from leannorm.ops.backends.triton import launch, rows, tiling
 
     groups, length, kept, processors = 3, 40, 64, 1
     x, scale, shift = torch.randn(groups * length, kept), torch.randn(groups, kept), torch.randn(groups, kept)
     given = x, None, scale, shift, 1, 2, 1e-5, rms, 1.0, False
     want = rows.row_forward(*given)
-    seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "processors", lambda device: processors)
-        patch.setattr(rows, "choice_for", lambda device: tiling.Choice(run_stages=0 if plain else 3))
-        run = rows.launch
-        patch.setattr(
-            rows, "launch", lambda kernel, *a, **k: (seen.append(kernel.__name__), run(kernel, *a, **k))
-        )
-        traffic = Traffic(patch)
-        traffic.launches = [defaultdict(list)]
-        traffic.tensors = {n: (t.data_ptr(), t) for n, t in (("x", x), ("scale", scale), ("shift", shift))}
-        tape.forget()
-        got = rows.row_forward(*given)
-    tape.forget()
-    torch.testing.assert_close(got, want)
+        on_device(patch, processors=processors, choice=tiling.Choice(run_stages=0 if plain else 3))
+        traffic = Traffic(patch, lambda: rows.row_forward(*given))
+    torch.testing.assert_close(traffic.result, want)
     assert launch.listening.recorder is None
-    moved = {name: sum(map(len, parts)) * 4 for name, parts in traffic.launches[0].items()}
-    assert moved["x"] == x.nbytes
-    assert seen == ["forward_tile" if plain else "forward_run"]
+    of_x, of_scale, of_shift = (sum(map(len, traffic.of(t)[0])) * 4 for t in (x, scale, shift))
+    assert of_x == x.nbytes
+    assert traffic.kernels == ["forward_tile" if plain else "forward_run"]
     lines = groups * length if plain else groups * min(4 * processors // groups or 1, 2)
-    assert moved["scale"] == moved["shift"] == lines * kept * 4
+    assert of_scale == of_shift == lines * kept * 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import CASES
+from stand_ins import gpu_with
 from torch._subclasses import FakeTensorMode
 
 from leannorm import functional, use_backend
@@ -171,8 +171,7 @@ print(*backends()['triton'])
 @pytest.mark.parametrize("compute_capability", [(7, 5), (8, 0)])
 def test_old_devices_are_refused_while_compiling_too(compute_capability, monkeypatch):
     major, minor = compute_capability
-    properties = SimpleNamespace(major=major, minor=minor)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gpu_with(monkeypatch, major=major, minor=minor)
     monkeypatch.setattr(TRITON, "ops", schema.OPS)  # as where nothing is interpreted
     called = set()
 

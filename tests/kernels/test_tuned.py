@@ -9,10 +9,10 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from stand_ins import gpu_with, on_device
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -97,35 +97,30 @@ def test_where_the_file_is(monkeypatch, tmp_path):
 
 
 def test_the_plan_follows_the_file(file, monkeypatch):
-    from leannorm.ops.backends.triton import channel, channel_gradients, launch, shares, tape, tuned
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, tape, tuned
     from leannorm.ops.backends.triton.tiling import DEFAULT, Choice
 
     choice = Choice(in_flight=16, warps=2, moments=8, moments_stages=3, sums_stages=2, mapping_stages=4)
     tuned.save(file, DEVICE, PROCESSORS, choice)
-    properties = SimpleNamespace(name=DEVICE, multi_processor_count=PROCESSORS, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gpu_with(monkeypatch, name=DEVICE, multi_processor_count=PROCESSORS, major=9, minor=0)
     tuned.choice_for.cache_clear()
     assert tuned.choice_for(torch.device("cuda", 0)) == choice
     assert tuned.choice_for(torch.device("cpu")) is None
     tuned.choice_for.cache_clear()
     launched = {}
-    monkeypatch.setattr(channel, "processors", lambda device: PROCESSORS)
-    monkeypatch.setattr(
-        channel, "launch", lambda kernel, *_, **options: launched.update({kernel.__name__: options})
-    )
+    note = lambda kernel, *_, **options: launched.update({kernel.__name__: options})  # noqa: E731
+    on_device(monkeypatch, processors=PROCESSORS, launch=note)
     x, per_channel = torch.empty(64, 64, 80, 80, device="meta"), torch.empty(64, device="meta")
     found = []
     for made in (choice, None):
-        monkeypatch.setattr(channel, "choice_for", lambda device, made=made: made)
+        on_device(monkeypatch, choice=made)
         tape.forget()
         channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
         moments, normalize = launched["moments_kernel"], launched["normalize_kernel"]
         found.append((moments["warps"], moments["registers"], moments["STAGES"], normalize["STAGES"]))
     assert found == [(2, 128, 3, 4), (4, 96, DEFAULT.moments_stages, DEFAULT.mapping_stages)]
     choice, x = Choice(sets_stages=3, alone_stages=2), x[:2, :, :14, :14].contiguous()
-    monkeypatch.setattr(channel, "choice_for", lambda device: choice)
-    for module in (channel_gradients, shares):
-        monkeypatch.setattr(module, "launch", channel.launch)
+    on_device(monkeypatch, choice=choice)
     for groups, stages in ((0, [2, 3]), (16, [3, 3])):  # half of a tile backward, so one more; two programs
         tape.forget()
         _, mean, _, rstd, _ = channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", groups)
@@ -134,7 +129,7 @@ def test_the_plan_follows_the_file(file, monkeypatch):
         found = [launched[f"set_{which}_kernel"]["STAGES"] for which in ("forward", "backward")]
         assert found == stages
     launched.clear()
-    monkeypatch.setattr(channel, "choice_for", lambda device: Choice(rounds=0))
+    on_device(monkeypatch, choice=Choice(rounds=0))
     tape.forget()
     channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
     assert set(launched) == {"moments_kernel", "merge_moments_kernel", "normalize_kernel"}

@@ -29,21 +29,19 @@ def row_call(
     rms: bool = False,
     residual: bool = False,
     parameters: torch.dtype | None = None,
-    axis: int = -1,
     sample: bool = False,
     cast: bool = False,
     masked: bool = False,
 ) -> Call:
-    """Forward and backward pass of a layer or RMS norm."""
-    axis %= len(shape)
+    """Forward and backward pass of a layer or RMS norm along the second axis."""
 
     def run() -> None:
         from leannorm.ops.backends.triton import rows
 
         x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
-        weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
-        span = (axis, axis + 1)
-        valid = meta((*shape[:axis], 1, *shape[axis + 1 :]), torch.bool) if masked else None
+        weight, bias = (meta((shape[1],), parameters or dtype) for _ in range(2))
+        span = (1, 2)
+        valid = meta((shape[0], 1, *shape[2:]), torch.bool) if masked else None
         _, _, mean, rstd = rows.row_forward(
             x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast, valid
         )

@@ -34,7 +34,7 @@ variants.SHARED |= {86: 99 << 10, 89: 99 << 10, 120: 99 << 10}
 WIDE_ACTS = ("elu", "mish", "gelu_tanh", "gelu")  # in float64 each takes more registers than all the rest
 MORE = [
     *(row_call((ROWS, 20000), F64, rms=rms, residual=rms) for rms in (False, True)),
-    *(row_call((128, n, s, s), F64, axis=1) for n, s in ((96, 56), (2048, 7))),
+    *(row_call((128, n, s, s), F64) for n, s in ((96, 56), (2048, 7))),
     *(row_call((ROWS, n), F16, residual=True) for n in (100, 16384, 50000)),
     *(modulated_call((ROWS, 20000), groups, F64, F64, branch=True) for groups in (32, ROWS)),
     *(modulated_call((ROWS, 1152), groups, F16, F16, branch=True) for groups in (32, ROWS)),

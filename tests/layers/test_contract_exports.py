@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from contract import ALL, KINDS, assert_close, each_mode, randomized, step
+from lean_cases import in_a_group
 from torch import nn as stock
 
 from leannorm import InputError, nn
-from leannorm.functional import channels
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -146,7 +146,7 @@ def test_a_model_in_training_goes_to_onnx_in_evaluation_by_default(runtime):
     torch.testing.assert_close(by_onnx(runtime, file, [x]), layer.eval()(x).detach())
 
 
-def test_what_onnx_cannot_hold_is_an_error(monkeypatch):
+def test_what_onnx_cannot_hold_is_an_error():
     x, mask = torch.randn(6, 4, 5), torch.ones(6, 5, dtype=torch.bool)
 
     def export(model, *inputs):
@@ -158,6 +158,6 @@ def test_what_onnx_cannot_hold_is_an_error(monkeypatch):
         export(nn.BatchNorm1d(4, group_size=2), x)
     with pytest.raises(InputError, match="group_size=2 cannot be exported"):  # whose statistics are a batch's
         export(nn.BatchNorm1d(4, group_size=2, track_running_stats=False).eval(), x)
-    monkeypatch.setattr(channels, "sharing_group", lambda asked: "ranks")
-    with pytest.raises(InputError, match="several ranks cannot be exported to ONNX, got a sync"):
+    refused = "several ranks cannot be exported to ONNX, got a sync"
+    with in_a_group(), pytest.raises(InputError, match=refused):
         export(nn.SyncBatchNorm(4), x)

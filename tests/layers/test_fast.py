@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
 from cases import is_fast, output_and_gradients
+from stand_ins import whole_way, without_nodes
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_no
 def nodes_in(request, monkeypatch):
     """Both kinds of autograd nodes, where both are here."""
     if request.param == "Python":
-        monkeypatch.setattr(fast, "NODES", None)
+        without_nodes(monkeypatch, "autograd")
 
 
 class Summed(torch.nn.Module):
@@ -91,10 +92,6 @@ def trained(make, dtype):
             if b.is_floating_point():
                 b.copy_(torch.rand_like(b) + ("var" in name))
     return layer.to(dtype)
-
-
-def whole_way(monkeypatch):
-    monkeypatch.setattr(fast, "picks_cpu", lambda: False)
 
 
 def outcome(layer, x, dy, second=False):

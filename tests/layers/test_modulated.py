@@ -27,8 +27,9 @@ RMS = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def plain(x, branch, gate, scale, shift, weight, bias, rms, wide=None):
+def plain(leaves, rms, wide=None):
     """The formula, as models write it."""
+    x, branch, gate, scale, shift, weight, bias = leaves
     shape = x.shape[-1:]
     total = x if branch is None else x + (branch if gate is None else gate.reshape(wide) * branch)
     y = F.rms_norm(total, shape, weight, 1e-5) if rms else F.layer_norm(total, shape, weight, bias, 1e-5)
@@ -36,7 +37,8 @@ def plain(x, branch, gate, scale, shift, weight, bias, rms, wide=None):
     return (y if shift is None else y + shift.reshape(wide)), total
 
 
-def ours(x, branch, gate, scale, shift, weight, bias, rms, wide=None):
+def ours(leaves, rms, wide=None):
+    x, branch, gate, scale, shift, weight, bias = leaves
     shape = x.shape[-1:]
     if branch is None and rms:
         return functional.ada_rms_norm(x, shape, scale, 1e-5, weight, shift), x
@@ -61,7 +63,7 @@ def tensors(shape, given, rms, dtype=torch.float32, summed=True, affine=True):
 
 
 def results(function, leaves, *how):
-    y, total = function(*leaves, *how)
+    y, total = function(leaves, *how)
     dy, dtotal = (torch.linspace(-1, 2, y.numel()).reshape(y.shape).sin().to(y.dtype) for _ in range(2))
     wanted = [t for t in leaves if t is not None]
     both = (y,) if total is leaves[0] else (y, total)
@@ -106,7 +108,7 @@ def test_only_the_sum_was_used(rms):
     leaves = tensors((N, L, C), (N, C), rms)
     grads = []
     for function, given in ((ours, leaves), (plain, doubles(leaves))):
-        _, total = function(*given, rms, (N, 1, C))
+        _, total = function(given, rms, (N, 1, C))
         wanted = [t for t in given if t is not None]
         grads.append(torch.autograd.grad(total.pow(2).sum(), wanted, allow_unused=True))
     for g, w in zip(*grads, strict=True):
@@ -148,7 +150,7 @@ def test_first_and_second_derivatives(given, wide, rms):
 
     def function(*some):
         given = iter(some)
-        return ours(*(None if t is None else next(given) for t in leaves), rms)
+        return ours([None if t is None else next(given) for t in leaves], rms)
 
     some = [t for t in leaves if t is not None]
     assert torch.autograd.gradcheck(function, some, fast_mode=True)

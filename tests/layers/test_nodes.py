@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from more_inputs import Gated, Modulated, Summed
+from stand_ins import without_nodes
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import nn
-from leannorm.autograd import fast, nodes
+from leannorm.autograd import nodes
 from leannorm.report.info import installation
 
 SHAPE = (6, 4, 5, 3)
@@ -72,14 +73,10 @@ def in_python(node):
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def without_nodes(monkeypatch):
-    monkeypatch.setattr(fast, "NODES", None)
-
-
 def compare(told, monkeypatch):
     """What `told` gives with nodes in C++ and with those in Python."""
     ours = told()
-    without_nodes(monkeypatch)
+    without_nodes(monkeypatch, "autograd")
     others = told()
     assert len(ours) == len(others)
     for a, b in zip(ours, others, strict=True):
@@ -95,7 +92,7 @@ def compare(told, monkeypatch):
 def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
     layer, x, _ = of(name)
     node = layer(x).grad_fn
-    without_nodes(monkeypatch)
+    without_nodes(monkeypatch, "autograd")
     other = layer(x).grad_fn
     assert in_python(other) and not in_python(node)  # noqa: PT018
     assert node.name() == other.name() == type(node).__name__ == type(other).__name__

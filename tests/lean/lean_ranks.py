@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def searching(setting: dict[str, Any]) -> lean:
 
 def no_pass_is_small() -> None:
     """As the fixture of that name does, which does not reach a rank: for what opens its passes elsewhere."""
-    small.SMALL = -1
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"
 
 
 def kept(saved: Any) -> float:

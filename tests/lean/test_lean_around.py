@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean
-from leannorm.saving import reasons, small
 
 top = torch._C._autograd._top_saved_tensors_default_hooks
 aten = torch.ops.aten
@@ -24,7 +23,7 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("most", [-1, 1 << 30])
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta", "ignore:leannorm. .*pass saved less")
 def test_sparse_tensors_are_held_and_counted(layout, most, monkeypatch):
-    monkeypatch.setattr(small, "SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
     adjacency = (torch.rand(128, 128) < 0.1).float().to_sparse(layout=layout)
 
     def program(context):
@@ -61,7 +60,7 @@ LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
 @pytest.mark.parametrize("most", [-1, 1 << 30])
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
 def test_a_sparse_tensor_counts_once_by_what_it_is_made_of(layout, most, monkeypatch, with_and_without_nodes):
-    monkeypatch.setattr(small, "SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
     matrix, nbytes = adjacency_of(layout)
     a, b = (torch.randn(128, 4, requires_grad=True) for _ in range(2))
     for _ in range(3):
@@ -101,7 +100,7 @@ def test_a_plan_counts_a_sparse_tensor_of_two_readers_once(layout):
 @pytest.mark.parametrize("most", [-1, 1 << 30])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 def test_nested_tensors_without_sizes_are_held(most, monkeypatch, with_and_without_nodes):
-    monkeypatch.setattr(small, "SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
 
     def program(context):
         linear, rows = nn.Linear(64, 64), [torch.randn(n, 64) for n in (20, 33)]
@@ -137,7 +136,7 @@ def test_a_plan_keeps_no_variables_of_the_functions_around_its_pass():
 
 @pytest.mark.parametrize("most", [-1, 1 << 30])
 def test_nothing_is_left_to_the_collector(most, monkeypatch):
-    monkeypatch.setattr(small, "SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
     x, w = torch.randn(64, 256), torch.randn(256, 256, requires_grad=True)
 
     def step(context):
@@ -203,7 +202,6 @@ def test_a_mode_of_the_program_may_change_what_operations_give(mode, recompute, 
 
 
 def test_a_pass_may_end_where_torch_admits_no_hooks(monkeypatch):
-    monkeypatch.setattr(reasons, "_WARNED", set())
     w = torch.randn(64, 64, requires_grad=True)
     first = lean("norm")
     first.__enter__()

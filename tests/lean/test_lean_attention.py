@@ -11,7 +11,6 @@ from test_lean_narrow import assert_stock, held
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 72, 4, 16
 OPERATOR = (
@@ -191,7 +190,6 @@ def test_attention_weights_behind_a_causal_mask(case, dtype, monkeypatch):
     module = sys.modules.get("transformers.integrations.sdpa_attention")
     if attend is sdpa_attention_forward and module is not None:
         monkeypatch.setattr(module, "sdpa_attention_forward", attend)
-    monkeypatch.setattr(small, "SMALL", -1)
     model, x = OfKeysWiderThanValues(attend, **call).to(dtype), tokens(dtype)
     for _ in range(3):
         saved = lean("conv")

@@ -8,7 +8,7 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import reasons, small
+from leannorm.saving import reasons
 
 GOALS = [{"recompute": "norm"}, {}, {"budget": 0.3}, {"peak": 0.8}]
 pytestmark = [
@@ -18,8 +18,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def all_are_looked_at(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
+def nothing_tried():
     forget_trials()
 
 

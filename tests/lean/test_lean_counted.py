@@ -8,14 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
 
 SETTINGS = {"norm": {"recompute": "norm"}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
-
-
-@pytest.fixture(autouse=True)
-def no_small_passes(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 @pytest.mark.parametrize("read", [lambda y: y, lambda y: y[:]], ids=["itself", "a view"])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from leannorm import InputError, lean, make_lean
-from leannorm.saving import reasons, small
 
 IMAGE = torch.randn(lean_cases.IMAGE, generator=torch.Generator().manual_seed(0))
 
@@ -67,7 +66,7 @@ def test_a_decorated_method_and_two_functions_of_one_object():
 
 def test_of_two_decorated_functions_one_may_be_small(monkeypatch):
     """Whether a pass is small is remembered by the line that opens it, which is one line of ours here."""
-    monkeypatch.setattr(small, "SMALL", 2**16)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(2**16))
     model = network()
     little, much = (lean("norm")(lambda x, of=of: model(x[:of]).square().mean()) for of in (1, 4))
     for _ in range(3):
@@ -88,8 +87,7 @@ def test_an_error_in_a_decorated_function_closes_the_pass():
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_a_decorated_function_compiles_as_without_it(monkeypatch):
-    monkeypatch.setattr(reasons, "_WARNED", set())
+def test_a_decorated_function_compiles_as_without_it():
     model = network()
     step = lean("norm")(lambda x: model(x).square().mean())
     stock = gradients(model, lambda x: model(x).square().mean())

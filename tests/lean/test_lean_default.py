@@ -17,9 +17,10 @@ import leannorm
 from benchmarks.architectures import import_torchvision
 from leannorm.planning.goal import HALF
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, make_lean, plans, small
+from leannorm.saving import lean, make_lean
 from leannorm.saving.models import last_pass
 from leannorm.saving.plan import plan
+from leannorm.saving.remembered import nothing_remembered
 
 import_torchvision()  # timm and transformers need it
 
@@ -255,7 +256,7 @@ def mlp():
 
 
 def test_a_small_pass_is_left_alone(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", 4 << 20)
+    monkeypatch.delenv("LEANNORM_SMALL_BYTES")
     ours, stock = both(mlp)
     for turn in range(6):
         assert_equal(ours.state(lean()), stock.state(nullcontext()))
@@ -271,17 +272,17 @@ def test_a_pass_whose_plan_frees_little_is_left_alone_then(monkeypatch):
         assert_equal(ours.state(lean()), stock.state(nullcontext()))
         freed.append(ours.saved.rebuilt_bytes)
     assert freed[1] < freed[0]
-    monkeypatch.setattr(small, "SMALL", sum(freed) // 2)
-    plans._KNOWN.clear()
-    for left in (False, False, True, True):
-        assert_equal(ours.state(lean()), stock.state(nullcontext()))
-        assert (ours.saved.rebuilt_bytes == 0) == left
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(sum(freed) // 2))
+    with nothing_remembered():
+        for left in (False, False, True, True):
+            assert_equal(ours.state(lean()), stock.state(nullcontext()))
+            assert (ours.saved.rebuilt_bytes == 0) == left
 
 
 def test_a_pass_that_has_grown_is_planned_again(monkeypatch):
     """The pass that shows it is looked at from its second tensor on, and follows no plan."""
     ours, stock = both(convolutions)
-    monkeypatch.setattr(small, "SMALL", 2 << 20)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(2 << 20))
     for turn, batch in enumerate((1, 1, 1, 8, 8, 8)):
         ours.x = stock.x = torch.randn(batch, 3, 32, 32)
         assert_equal(ours.state(lean()), stock.state(nullcontext()))

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.detectors import NETWORKS, images, loss_of, network
 from leannorm import lean
-from leannorm.saving import recorded, small
+from leannorm.saving import recorded
 
 MOST_HELD = {  # under lean("norm"), lean("conv") and lean(budget=0.25)
     "fasterrcnn": (1.0, 0.76, 0.3),
@@ -24,11 +24,6 @@ MOST_HELD = {  # under lean("norm"), lean("conv") and lean(budget=0.25)
     "deeplabv3": (0.82, 0.6, 0.26),
 }
 SETTINGS = {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.25}
-
-
-@pytest.fixture(autouse=True)
-def no_small_passes(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 def pytest_generate_tests(metafunc):

@@ -21,7 +21,7 @@ import leannorm
 import leannorm.functional as LF
 from leannorm import lean
 from leannorm.report.operators import PROGRAMS
-from leannorm.saving import recorded, small
+from leannorm.saving import recorded
 
 SETTINGS = {
     "plain": {},
@@ -35,11 +35,6 @@ NETWORKS = {
     **{name: (make, lean_cases.IMAGE) for name, make in lean_cases.IMAGES.items()},
     **{name: (make, lean_cases.TOKENS) for name, make in lean_cases.SEQUENCES.items()},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_small_passes(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 class Mark:
@@ -167,7 +162,7 @@ def test_of_every_fused_call(name, setting):
 
 
 @pytest.mark.sampled(of=3)
-@pytest.mark.filterwarnings("ignore:.* is out of reach")
+@pytest.mark.filterwarnings("ignore:.* is out of reach", "ignore:leannorm. more is kept than the plan says")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
 def test_of_every_converted_network(make, shape, setting):

@@ -71,9 +71,7 @@ import sys
 import torch
 import torch.nn.functional as F
 from leannorm import lean
-from leannorm.saving import small
 
-small.SMALL = -1
 dtype = getattr(torch, sys.argv[1])
 leaf = torch.randn(3, 8, 9, 9)
 weight = torch.rand(8) + 0.5

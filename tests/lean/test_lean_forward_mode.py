@@ -10,8 +10,6 @@ from lean_cases import assert_as_stock, forget_trials
 from torch import nn
 from torch.func import jvp, linearize, vmap
 
-from leannorm.saving import small
-
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
@@ -45,7 +43,7 @@ SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.8}, {
 @pytest.mark.parametrize("part", PARTS)
 def test_a_derivative_within_a_pass(part, setting, is_small, monkeypatch):
     """Without lean() this trains; under it the process once ended, as an address of no memory was read."""
-    monkeypatch.setattr(small, "SMALL", 1 << 30 if is_small else -1)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(1 << 30 if is_small else -1))
 
     def program(context):
         network = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))

@@ -20,9 +20,8 @@ B, T, H, V = 3, 7, 12, 300
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Several blocks of columns, and parts of rows, of so few logits."""
-    monkeypatch.setattr(columns, "_ELEMENTS", 1)
-    monkeypatch.setattr(columns, "_FEWEST", 64)
-    monkeypatch.setattr(columns, "_PART", 64 * 5)
+    for size, instead in (("_ELEMENTS", 1), ("_FEWEST", 64), ("_PART", 64 * 5)):
+        monkeypatch.setattr(columns, size, instead)
 
 
 class Head(nn.Module):

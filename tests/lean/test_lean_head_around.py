@@ -243,7 +243,9 @@ def test_other_threads_are_left_alone():
     assert seen == [torch.Tensor]
 
 
-@pytest.mark.filterwarnings("ignore:leannorm. lean.. saw no tensor")
+@pytest.mark.filterwarnings(
+    "ignore:leannorm. lean.. saw no tensor", "ignore:leannorm. most of what this pass saved was freed"
+)
 def test_passes_that_take_turns():
     """The first to open is the first to close."""
     model, first, second = Model(), lean(head=True), lean(head=True)
@@ -366,6 +368,7 @@ def test_with_every_setting(settings):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. most of what this pass saved was freed")
 def test_a_weight_of_a_subclass_is_told():
     class Kind(torch.Tensor):
         pass
@@ -377,6 +380,7 @@ def test_a_weight_of_a_subclass_is_told():
     assert "is a Kind, sharded or of another subclass of tensors" in saved.reasons[-1]
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. most of what this pass saved was freed")
 def test_what_was_asked_is_part_of_a_copy():
     copied = copy.deepcopy(lean(head=True))
     with copied:

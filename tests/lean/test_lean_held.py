@@ -52,6 +52,7 @@ NETWORKS = {
 
 
 @pytest.mark.sampled(of=2)
+@pytest.mark.filterwarnings("ignore:leannorm. more is kept than the plan says")
 @pytest.mark.parametrize(
     "setting", [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"overhead": 0.5}], ids=str
 )

@@ -8,13 +8,12 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import flags, reasons, small
+from leannorm.saving import flags, reasons
 from leannorm.saving.log import hooks, recorder
 
 
 @pytest.fixture(autouse=True)
-def all_are_looked_at(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
+def nothing_tried():
     forget_trials()
 
 
@@ -47,12 +46,13 @@ def step(model, x):
 
 
 @pytest.fixture
-def broken(with_and_without_nodes, monkeypatch):
-    """Calls cannot be recorded now and then."""
-    if with_and_without_nodes:
-        monkeypatch.setattr(flags.Flags, "now", NowAndThen(flags.Flags.now))
-    else:
-        monkeypatch.setattr(recorder, "current", NowAndThen(recorder.current))
+def fails(monkeypatch):
+    """Has a function of a module or class fail now and then."""
+
+    def fail(owner, name):
+        monkeypatch.setattr(owner, name, NowAndThen(getattr(owner, name)))
+
+    return fail
 
 
 def check(**goal):
@@ -71,16 +71,16 @@ def check(**goal):
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. (lean.. met an error|budget=)")
-@pytest.mark.usefixtures("broken")
 @pytest.mark.parametrize("goal", [{"recompute": "norm"}, {"budget": 0.5}], ids=str)
-def test_calls_that_cannot_be_recorded(goal):
+def test_calls_that_cannot_be_recorded(goal, fails, with_and_without_nodes):
+    fails(*((flags.Flags, "now") if with_and_without_nodes else (recorder, "current")))
     check(**goal)
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. lean.. met an error")
-def test_tensors_that_cannot_be_decided_on(monkeypatch):
+def test_tensors_that_cannot_be_decided_on(fails, monkeypatch):
     from lean_cases import without_nodes
 
     without_nodes(monkeypatch)
-    monkeypatch.setattr(hooks, "decide", NowAndThen(hooks.decide))
+    fails(hooks, "decide")
     check(recompute="norm")

@@ -16,7 +16,6 @@ import leannorm
 from leannorm import InputError, lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import limit as limits
-from leannorm.saving import reasons
 
 ROOT = Path(__file__).parents[2]
 MEGABYTE = 10**6
@@ -27,12 +26,6 @@ pytestmark = pytest.mark.skipif(
 
 
 TIGHT = pytest.mark.filterwarnings("ignore:leannorm. limit is out of reach")
-
-
-@pytest.fixture(autouse=True)
-def nothing_learned():
-    limits._LEARNED.clear()
-    reasons._WARNED.clear()
 
 
 def with_room(megabytes):
@@ -248,15 +241,28 @@ def test_a_model_whose_loop_cannot_be_edited():
     assert network.forward.saved.rebuilt_bytes > 0
 
 
-def test_the_device_has_what_its_control_group_allows(tmp_path, monkeypatch):
-    group = tmp_path / "a" / "b"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    (tmp_path / "a" / "memory.max").write_text("3000000000\n")
-    found = {"/proc/self/cgroup": "0::/a/b\n"}
+@pytest.fixture
+def files_say(monkeypatch):
+    """What the system's files say; all others are as they are, unless a test is without any."""
     read = Path.read_text
-    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(Path, "read_text", lambda self: found.get(str(self)) or read(self))
+
+    def say(found, others=True):
+        def text(path):
+            if str(path) in found:
+                return found[str(path)]
+            if not others:
+                raise FileNotFoundError(path)
+            return read(path)
+
+        monkeypatch.setattr(Path, "read_text", text)
+
+    return say
+
+
+def test_the_device_has_what_its_control_group_allows(files_say):
+    groups = "/sys/fs/cgroup"
+    found = {f"{groups}/a/b/memory.max": "max\n", f"{groups}/a/memory.max": "3000000000\n"}
+    files_say(found | {f"{groups}/memory.max": "max\n", "/proc/self/cgroup": "0::/a/b\n"})
     assert list(limits._of_groups()) == [3_000_000_000]
     assert limits.device_bytes(10**6) <= 3_000_000_000
 
@@ -267,10 +273,9 @@ def test_ranks_of_one_launcher_share_the_machine(monkeypatch):
     assert limits.device_bytes(0) < alone / 8
 
 
-def test_a_system_without_figures_is_an_error(monkeypatch):
-    for source in ("_of_machine", "_of_groups", "_of_process"):
-        monkeypatch.setattr(limits, source, lambda *_: iter(()))
+def test_a_system_without_figures_is_an_error(files_say):
     network, x = perceptron(2)
+    files_say({}, others=False)
     with pytest.raises(InputError, match='limit="device" needs a system'), lean(limit="device"):
         network(x)
 

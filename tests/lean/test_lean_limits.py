@@ -255,7 +255,7 @@ def test_hooks_are_not_compiled_where_a_graph_breaks(kind, monkeypatch, with_and
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
     most, setting = HOOKS[kind]
-    monkeypatch.setattr("leannorm.saving.small.SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
     model, x = Breaks(), torch.randn(64, 64)
     compiled = torch.compile(model, backend="aot_eager")
     clear_compilation_metrics()

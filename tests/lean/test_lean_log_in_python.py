@@ -76,7 +76,7 @@ def test_keeps_what_cpp_keeps(settings, monkeypatch):
     x, kept = torch.randn(4, 3, 16, 16), []
     for module in (NODES, log):
         recorded.record_in(module)
-        plans._KNOWN.clear()
+        plans.KNOWN.clear()
         kept.append(trained(images, x, lambda: lean(**settings))[1].kept_bytes)
     assert kept[0] == kept[1]
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from benchmarks.mixtures import FAMILIES, mixture
 from leannorm import lean
-from leannorm.saving import small
 
 # under lean("conv") and lean() where it is more than for the others
 MOST_HELD = {"GptOss": 0.6, "HYV4": 0.39, "Gemma4Text": 0.35}
@@ -25,11 +24,6 @@ MOST_HELD |= {"Jamba": 0.54, "MiniMax": 0.49, "Qwen3Next": 0.42}  # linear atten
 MOST_HELD |= {"KimiLinear": 0.44, "NemotronH": 0.59, "Qwen3_5MoeText": 0.33, "Qwen4ExpText": 0.34}
 MOST_OF_NORM = {"BailingHybrid": 0.77, "DeepseekV4": 0.87, "Gemma4Text": 0.73, "NemotronH": 0.77}
 MOST_OF_NORM |= {"InklingText": 0.74, "Inkling2Text": 0.73}
-
-
-@pytest.fixture(autouse=True)
-def no_small_passes(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 def pytest_generate_tests(metafunc):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from lean_cases import IMAGE, IMAGES, SEQUENCES, TOKENS, without_nodes
+from lean_cases import IMAGE, IMAGES, SEQUENCES, TOKENS, in_a_group, without_nodes
 from torch import nn
 
 from leannorm import lean
@@ -15,16 +15,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.planning.loop import PLAIN, PLAN, Loop
 from leannorm.saving import rates, reasons, timing, watched
 
-WATCH_OF, FREE_BYTES = watched.watch_of, watched.free_bytes  # tests are without the first
-
-pytestmark = pytest.mark.filterwarnings("ignore:leannorm")
-
-
-@pytest.fixture(autouse=True)
-def measuring(monkeypatch):
-    monkeypatch.setattr(watched, "watch_of", WATCH_OF)
-    monkeypatch.setattr(watched, "_WATCHED", {})
-    monkeypatch.setattr(watched, "free_bytes", lambda: 1 << 40)
+pytestmark = [pytest.mark.filterwarnings("ignore:leannorm"), pytest.mark.steps_are_measured]
 
 
 @pytest.fixture(params=["recorded", "wheel"])
@@ -121,7 +112,6 @@ def test_a_step_takes_what_was_asked_for(monkeypatch, each):
 @pytest.mark.usefixtures("both")
 def test_a_busy_first_measurement_of_the_hooks_gives_nothing_up(monkeypatch):
     """They are said to take many times what a step does, and take nothing."""
-    monkeypatch.setattr(watched, "_WATCHED", {})
     table = rates.table(torch.device("cpu"))
     monkeypatch.setattr("leannorm.saving.rates.measured", lambda device: (table._replace(hold=1.0), None))
     steps = Steps(Clock(monkeypatch), network(), torch.randn(256, 48), 0.5)
@@ -140,8 +130,8 @@ def test_where_the_hooks_take_more_than_was_asked_passes_are_plain_and_say_so(mo
     assert taken[-60:] == [0.0] * 60
     assert any(reason.startswith("overhead=0.1 is out of reach") for reason in steps.saved.reasons)
     assert steps.saved.rebuilt_bytes == 0
-    monkeypatch.setattr(steps, "of_hooks", 0.0)
-    (watch,) = watched._WATCHED.values()
+    steps.of_hooks = 0.0
+    (watch,) = watched.WATCHED.values()
     watch.loop._left = 1  # as after AGAIN passes
     taken = steps.run(0.1, 200)
     assert settled(taken)[0] > 0.05
@@ -226,12 +216,17 @@ class Event:
         return (other.at - self.at) * 1e3
 
 
-def test_on_a_gpu_events_are_read_once_it_has_passed_them(monkeypatch):
-    clock, told = Clock(monkeypatch), []
+@pytest.fixture
+def told(monkeypatch):
+    """The kind of each pass whose time counts, and the time for each byte of its first tensor."""
+    times = []
+    monkeypatch.setattr(Loop, "note", lambda loop, kind, seconds, at: times.append((kind, seconds)))
+    return times
+
+
+def test_on_a_gpu_events_are_read_once_it_has_passed_them(monkeypatch, told):
+    clock = Clock(monkeypatch)
     monkeypatch.setattr(timing.Timer, "_event", staticmethod(lambda: Event(clock.now)))
-    monkeypatch.setattr(
-        Loop, "note", lambda loop, kind, seconds, at: told.append((kind, round(seconds * size, 6)))
-    )
     model, x, lasted, size = network(), torch.randn(256, 48), [], 256 * 48 * 4
     for turn in range(40):
         with lean(overhead=0.3):
@@ -240,15 +235,15 @@ def test_on_a_gpu_events_are_read_once_it_has_passed_them(monkeypatch):
         loss.backward()
         lasted.append(round(1 + turn / 100, 6))
         Event.done = clock.now - 2.5
-    assert len(told) > 25
-    assert all(seconds in lasted for _, seconds in told)
-    assert [seconds for _, seconds in told] == sorted(seconds for _, seconds in told)
+    times = [round(seconds * size, 6) for _, seconds in told]
+    assert len(times) > 25
+    assert set(times) <= set(lasted)
+    assert times == sorted(times)
     assert {kind for kind, _ in told} == {PLAIN, PLAN}
 
 
-def test_a_time_in_which_another_pass_was_opened_does_not_count(monkeypatch):
-    clock, model, x, told = Clock(monkeypatch), network(), torch.randn(256, 48), []
-    monkeypatch.setattr(Loop, "note", lambda loop, kind, seconds, at: told.append(kind))
+def test_a_time_in_which_another_pass_was_opened_does_not_count(monkeypatch, told):
+    clock, model, x = Clock(monkeypatch), network(), torch.randn(256, 48)
 
     def step(others):
         with lean(overhead=0.3):
@@ -264,7 +259,7 @@ def test_a_time_in_which_another_pass_was_opened_does_not_count(monkeypatch):
     assert not told
     for _ in range(20):
         step(others=False)
-    assert set(told) == {PLAIN, PLAN}
+    assert {kind for kind, _ in told} == {PLAIN, PLAN}
 
 
 @pytest.mark.usefixtures("both")
@@ -311,11 +306,12 @@ def test_backward_twice_or_never_is_no_error(monkeypatch):
         del loss
 
 
-def test_with_several_ranks_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert watched.watch_of("a place") is None
+def test_with_several_ranks_nothing_is_measured():
+    assert watched.watch_of("a place") is not None
+    with in_a_group():
+        assert watched.watch_of("a place") is None
 
 
 def test_free_memory_is_a_number_of_bytes():
-    free = FREE_BYTES()
+    free = watched.free_bytes()
     assert free is None or 0 < free < 1 << 50

@@ -12,7 +12,7 @@ from torch import nn
 import leannorm
 from leannorm.planning.goal import Goal
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean, make_lean, reasons
+from leannorm.saving import lean, make_lean
 from leannorm.saving.plan import plan
 
 SHARES = [i / 40 for i in range(8, 41)]
@@ -163,9 +163,8 @@ def test_a_peak_below_the_least_says_what_is_possible():
 
 
 @pytest.mark.filterwarnings("default:leannorm. this (budget|overhead) frees memory:UserWarning")
-def test_a_budget_that_lowers_no_peak_is_said_once_and_names_the_peak(recwarn, monkeypatch):
+def test_a_budget_that_lowers_no_peak_is_said_once_and_names_the_peak(recwarn):
     """The gradient of the last weight is nearly all of the peak, whatever is kept."""
-    monkeypatch.setattr(reasons, "_WARNED", set())
     hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU())]
     model, x = nn.Sequential(*hidden, nn.Linear(64, 20_000)), torch.randn(8, 64)
     for _ in range(3):

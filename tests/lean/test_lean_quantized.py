@@ -13,15 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
 
 pytestmark = [pytest.mark.conformance, pytest.mark.filterwarnings("ignore")]
 WIDTH, INNER, TOKENS = 256, 640, 384
-
-
-@pytest.fixture(autouse=True)
-def no_small_passes(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 def four_bits(layer):

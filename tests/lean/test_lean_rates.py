@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from lean_cases import in_a_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,17 +24,19 @@ FOUND = rates._CPU_TILES._replace(memory=7e9, hold=1e-9, rebuild=1e-9)  # on eve
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """Where rates are kept; measuring itself takes seconds, and gives FOUND."""
+    """Where rates are kept; measuring itself takes seconds, and gives FOUND, or what a test has it give."""
     path = tmp_path / "cache" / "rates.json"
     monkeypatch.setenv("LEANNORM_RATES", str(path))
-    monkeypatch.setattr(rates, "measure", lambda device: measured.append(device) or FOUND)
+    monkeypatch.setattr(rates, "measure", lambda device: measured.append(device) or measuring[-1](device))
     measured.clear()
+    measuring[1:] = []
     rates._measured.cache_clear()
     yield path
     rates._measured.cache_clear()
 
 
 measured: list[torch.device] = []
+measuring = [lambda device: FOUND]
 
 
 def again():
@@ -116,9 +119,9 @@ def test_what_was_measured_beside_other_work_is_not_kept(monkeypatch, tmp_path):
     assert json.loads(path.read_text()) == {}
 
 
-def test_ranks_keep_the_table(file, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert rates.measured(CPU) == (rates.table(CPU), rates.RANKS)
+def test_ranks_keep_the_table(file):
+    with in_a_group():
+        assert rates.measured(CPU) == (rates.table(CPU), rates.RANKS)
     assert measured == []
 
 
@@ -138,17 +141,17 @@ def test_a_user_without_a_home_has_the_table(monkeypatch):
     assert compile_options()["custom_partitioner_fn"].uuid()  # torch asks for it at each compilation
 
 
-def test_what_others_keep_meanwhile_stays(file, monkeypatch):
+def test_what_others_keep_meanwhile_stays(file):
     def measure(device):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"another device": {}}))
         return FOUND
 
-    monkeypatch.setattr(rates, "measure", measure)
+    measuring.append(measure)
     assert again() == (FOUND, None)
     assert json.loads(file.read_text()).keys() == {"another device", rates._name(CPU)}
 
 
-def test_what_a_compilation_measures_has_its_hooks(file, monkeypatch):
+def test_what_a_compilation_measures_has_its_hooks(file):
     """A backend asks for rates, as `compile_options()` does."""
     tensors = []
 
@@ -163,7 +166,7 @@ def test_what_a_compilation_measures_has_its_hooks(file, monkeypatch):
         assert again() == (FOUND, None)
         return module.forward
 
-    monkeypatch.setattr(rates, "measure", measure)
+    measuring.append(measure)
     torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))
     again()  # kept
     measure(CPU)
@@ -185,8 +188,7 @@ class Dtypes(TorchDispatchMode):
         return found
 
 
-def test_what_is_measured_is_of_float32_whatever_the_default_is(monkeypatch):
-    monkeypatch.setattr(rates, "_LONG", 0.0)
+def test_what_is_measured_is_of_float32_whatever_the_default_is():
     torch.set_default_dtype(torch.float64)
     try:
         for measure in (
@@ -224,8 +226,8 @@ class Run:
         return [p.grad for p in self.model.parameters()]
 
 
-def test_more_time_never_keeps_more_and_the_hooks_are_counted(file, monkeypatch):
-    monkeypatch.setattr(rates, "measure", lambda device: FOUND._replace(hold=2e-6, rebuild=5e-6))
+def test_more_time_never_keeps_more_and_the_hooks_are_counted(file):
+    measuring.append(lambda device: FOUND._replace(hold=2e-6, rebuild=5e-6))
     run, saved = Run(), lean(overhead=10.0)
     run.step(saved)
     passed = saved.plan.made_for

@@ -13,12 +13,6 @@ from lean_cases import assert_as_stock
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
-
-
-@pytest.fixture(autouse=True)
-def no_pass_is_small(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 class InPlace(torch.autograd.Function):
@@ -189,7 +183,7 @@ class Double(torch.autograd.Function):
 @pytest.mark.filterwarnings("ignore:leannorm")
 @pytest.mark.parametrize("most", [-1, 1 << 30])
 def test_a_subclass_that_refuses_everything_is_held(most, monkeypatch, with_and_without_nodes):
-    monkeypatch.setattr(small, "SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
     x = torch.randn(64, 64)
     for _ in range(3):
         with torch._C.DisableTorchFunctionSubclass():

@@ -11,12 +11,7 @@ from test_lean_sound import BOTH, IMAGE, assert_as_stock, convolutions, image
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from leannorm.saving import lean, make_lean, reasons, small
-
-
-@pytest.fixture(autouse=True)
-def causes_not_yet_said(monkeypatch):
-    monkeypatch.setattr(reasons, "_WARNED", set())
+from leannorm.saving import lean, make_lean, reasons
 
 
 def hooks_are_open():
@@ -159,12 +154,12 @@ def test_a_budget_out_of_reach_is_said():
 FREED_WITHIN = reasons.FREED_BEFORE_PLAN, reasons.FREED_WITHIN
 
 
-@pytest.mark.parametrize("small_ones", [-1, small.SMALL])
+@pytest.mark.parametrize("small_ones", [-1, 4 << 20])
 @pytest.mark.parametrize(
     "setting", [*BOTH, *({goal: 0.3} for goal in ("budget", "overhead", "peak"))], ids=str
 )
 def test_a_result_that_is_dropped_in_the_with_statement_is_said(setting, small_ones, monkeypatch, recwarn):
-    monkeypatch.setattr(small, "SMALL", small_ones)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(small_ones))
     model = network()
     for _ in range(3):
         with lean(**setting) as saved:
@@ -235,9 +230,8 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("case", RECURRENT)
-def test_whatever_a_recurrent_layer_holds_is_said(case, monkeypatch):
+def test_whatever_a_recurrent_layer_holds_is_said(case):
     """By bytes: also what no node made, and many tensors of which each is small."""
-    monkeypatch.setattr(small, "SMALL", -1)
     layer, x = RECURRENT[case]
     recurrent = layer(64, 64, batch_first=True)
     with lean("conv") as saved:

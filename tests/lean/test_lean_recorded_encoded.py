@@ -12,7 +12,6 @@ from lean_cases import forget_trials
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import small
 from leannorm.saving.evidence import same_bits
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
@@ -22,8 +21,7 @@ NAN = float("nan")
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
+def nothing_tried():
     forget_trials()
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import small
 from leannorm.saving.evidence import same_bits
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
@@ -23,8 +22,7 @@ BITS, INTEGERS, CAST = "bits of a mask", "integers in a narrower dtype", "source
 
 
 @pytest.fixture(autouse=True)
-def recording(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
+def nothing_tried():
     forget_trials()
 
 

@@ -229,7 +229,7 @@ def test_two_networks_in_turns_follow_each_its_own():
             if turn > 4:
                 assert share(saved) < 0.42
                 assert saved.kept_bytes == saved.plan.kept_bytes
-    assert sum(len(known.entries) for known in plans._KNOWN.values()) == 2
+    assert sum(len(known.entries) for known in plans.KNOWN.values()) == 2
 
 
 class Edits(nn.Module):
@@ -342,7 +342,7 @@ def test_gradients_that_are_added_to_are_not_of_the_step():
     """As `peak` says: they are there before it."""
     network, peaks = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), []
     for _ in range(2):
-        plans._KNOWN.clear()
+        plans.KNOWN.clear()
         with lean(peak=0.9) as saved:
             loss = network(torch.randn(16, 256)).square().mean()
         loss.backward()

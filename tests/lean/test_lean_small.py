@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from leannorm import lean, make_lean
+from leannorm import InputError, lean, make_lean
 from leannorm.saving import small
+from leannorm.saving.remembered import nothing_remembered
 
 LIMIT = 1 << 18
 
 
 @pytest.fixture(autouse=True)
 def limit(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", LIMIT)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(LIMIT))
 
 
 def network(width=32):
@@ -130,7 +131,7 @@ def test_a_small_pass_counts_each_storage_once(with_and_without_nodes):
 @pytest.mark.parametrize("most", [-1, LIMIT])
 def test_each_thread_has_its_own_pass_of_one_object(most, monkeypatch):
     """The first one's ends within that of the second, which goes on to save more than a small one."""
-    monkeypatch.setattr(small, "SMALL", most)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(most))
     saving, model, x = lean("norm"), network(), torch.randn(48, 32)
     xs = {"first": x, "second": torch.randn(512, 32)}
     expected = {who: stock(model, xs[who]) for who in xs}
@@ -198,13 +199,12 @@ def test_who_asks_for_more_gets_it_at_any_size(setting):
 
 
 def test_lean_models_are_told_apart():
-    small._LEFT_ALONE.clear()  # of other tests
     little, large = make_lean(network(), "norm"), make_lean(network(), "norm")
     few, many = torch.randn(48, 32), torch.randn(512, 32)
     for _ in range(3):
         for model, x in ((little, few), (large, many)):
             model(x).sum().backward()
-    places = {place for place in small._LEFT_ALONE if "_LeanForward" in str(place)}
+    places = {place for place in small.LEFT_ALONE if "_LeanForward" in str(place)}
     assert len(places) == 1
 
 
@@ -230,3 +230,19 @@ def test_a_checkpoint_within_a_small_pass_is_no_foreign_hook():
             loss = checkpoint(model, x, use_reentrant=False).sum() + model(x).sum()
         loss.backward()
         assert not any("other saved-tensor hooks" in reason for reason in saved.reasons)
+
+
+def test_a_limit_that_is_no_number_is_an_error(monkeypatch):
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", "4 MiB")
+    with pytest.raises(InputError, match="LEANNORM_SMALL_BYTES must be a number of bytes, got '4 MiB'"):
+        step(network(), torch.randn(48, 32))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_what_is_remembered_counts_on_one_side_of_the_context():
+    model, x = network(), torch.randn(48, 32)
+    rebuilds = [step(model, x)[1].rebuilt_bytes > 0 for _ in range(2)]
+    with nothing_remembered():
+        rebuilds += [step(model, x)[1].rebuilt_bytes > 0 for _ in range(2)]
+    rebuilds.append(step(model, x)[1].rebuilt_bytes > 0)
+    assert rebuilds == [True, False, True, False, False]

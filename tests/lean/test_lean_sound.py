@@ -15,11 +15,6 @@ BOTH = [pytest.param({"recompute": r}, id=r) for r in ("norm", "conv")]
 IMAGE = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def causes_not_yet_said(monkeypatch):
-    monkeypatch.setattr(reasons, "_WARNED", set())
-
-
 def assert_as_stock(program, **settings):
     """`program(context)` returns all that it can see; twice, as caches are warm at the second time."""
     for _ in range(2):

@@ -14,14 +14,12 @@ from torch import nn
 
 from leannorm import lean, make_lean
 from leannorm._errors import InputError
-from leannorm.saving import reasons, small
+from leannorm.saving import reasons
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch):
+def nothing_tried():
     forget_trials()
-    monkeypatch.setattr(small, "SMALL", -1)
-    monkeypatch.setattr(reasons, "_WARNED", set())
 
 
 def in_a_thread(work):

@@ -11,7 +11,6 @@ from lean_cases import assert_trains_as_torch, gradients
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import small
 
 SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 pytestmark = pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|no plan)")
@@ -170,7 +169,7 @@ class Forks(nn.Module):
 @pytest.mark.parametrize("settings", [*SETTINGS, {"verify": True}], ids=str)
 @pytest.mark.parametrize("limit", [-1, 1 << 18])
 def test_a_part_that_torch_runs_in_a_thread_of_its_own(settings, limit, monkeypatch):
-    monkeypatch.setattr(small, "SMALL", limit)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(limit))
 
     def train(context):
         with warnings.catch_warnings():
@@ -195,7 +194,7 @@ def hooks_left():
 @pytest.mark.parametrize("limit", [-1, 1 << 18])
 def test_tasks_of_one_thread_that_take_turns(settings, limit, monkeypatch, with_and_without_nodes):
     """The first to end has its hooks below the other's."""
-    monkeypatch.setattr(small, "SMALL", limit)
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", str(limit))
 
     def train(context):
         async def task(model, rows, turns):
@@ -265,7 +264,7 @@ def test_a_pass_that_opens_without_grad_or_grows_keeps_no_more(monkeypatch, with
 
     found = []
     for run in (usual, without_grad, grows):
-        monkeypatch.setattr(small, "SMALL", (1 << 18) if run is grows else -1)
+        monkeypatch.setenv("LEANNORM_SMALL_BYTES", str((1 << 18) if run is grows else -1))
         for _ in range(3):
             saved, loss = run()
             model.zero_grad()

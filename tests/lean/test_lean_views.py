@@ -9,14 +9,11 @@ from lean_cases import assert_as_stock, forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import reasons, small
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch):
+def nothing_tried():
     forget_trials()
-    monkeypatch.setattr(small, "SMALL", -1)
-    monkeypatch.setattr(reasons, "_WARNED", set())
 
 
 NORMS = {

@@ -15,14 +15,9 @@ import torch
 from benchmarks import held, record, trainers
 from benchmarks.volumes import UNet, lacking, loss_of, measure, volumes
 from leannorm import lean
-from leannorm.saving import recorded, small
+from leannorm.saving import recorded
 
 SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
-
-
-@pytest.fixture(autouse=True)
-def no_small_passes(monkeypatch):
-    monkeypatch.setattr(small, "SMALL", -1)
 
 
 def gradients(model, x, saving):

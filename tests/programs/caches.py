@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from leannorm.saving import log, plans, recorded, small, watched
+from leannorm.saving import log, recorded, remembered
 
 if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not built
     recorded.record_in(log)
@@ -15,8 +15,6 @@ if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not
 
 def forget():
     """As in a fresh process."""
-    plans._KNOWN.clear()
-    watched._WATCHED.clear()
-    small._LEFT_ALONE.clear()
-    small.SMALL = -1  # but where a program asks for it
+    remembered.forget()
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # except where a program asks for it
     recorded.LOG.forget_trials()

@@ -18,6 +18,7 @@ A line that ends in a colon opens a block, which is run within that context (or 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm.functional as LF
 from leannorm import nn as lnn
-from leannorm.saving import small
 from programs import functions
 
 SECTIONS = ("before", "forward", "backward")
@@ -124,7 +124,7 @@ def leaf(*shape, dtype=torch.float32):
 
 def small_passes(nbytes):
     """Let `lean()` leave passes that save no more as they are, from their second time on."""
-    small.SMALL = nbytes
+    os.environ["LEANNORM_SMALL_BYTES"] = str(nbytes)
 
 
 def copied(tensor):

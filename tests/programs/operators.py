@@ -12,6 +12,7 @@ remembered of one call must not serve another. (A process of its own: importing 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import warnings
@@ -26,7 +27,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from leannorm import lean
-from leannorm.saving import recorded, small
+from leannorm.saving import recorded
 from leannorm.saving.evidence import same_bits
 
 LAYERS = {"product": lambda x: x * 1.0, "leaky relu": nn.LeakyReLU(1.0), "copy": torch.clone}
@@ -105,7 +106,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's own tests
-    recorded.SMALLEST, small.SMALL = 1, -1
+    recorded.SMALLEST = 1
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"
     layers, policies = (["product"], ["conv"]) if options.most else (list(LAYERS), ["norm", "conv"])
     count, wrong, rebuilt = 0, 0, set()
     chosen = op_db[options.start : options.start + options.count]

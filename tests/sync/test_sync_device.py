@@ -45,9 +45,10 @@ class Sent(TorchDispatchMode):
 
 @pytest.fixture
 def group(monkeypatch):
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: f"stream of {device}")
-    monkeypatch.setattr(Event, "recorded", [])
+    stream = lambda device=None: f"stream of {device}"  # noqa: E731
+    for owner, name, stand_in in ((torch, "Event", Event), (torch.accelerator, "current_stream", stream)):
+        monkeypatch.setattr(owner, name, stand_in)
+    Event.recorded.clear()
     group = Alone()
     group.devices = {DEVICE.type}
     with FakeTensorMode():

@@ -86,8 +86,9 @@ def test_evaluation_takes_the_fast_path(track, monkeypatch):
 def test_each_evaluation_is_noted_once(declined, monkeypatch):
     """Also one that the fast path declines, which goes the whole way."""
     noted = []
-    monkeypatch.setattr("leannorm.nn.sync.connected_group", lambda asked: "all")
-    monkeypatch.setattr("leannorm.nn.sync.note_evaluation", lambda *told: noted.append(told))
+    stand_ins = {"connected_group": lambda asked: "all", "note_evaluation": lambda *told: noted.append(told)}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(f"leannorm.nn.sync.{name}", stand_in)
     layer, x = nn.SyncBatchNorm(4).eval(), torch.randn(2, 4, 6, 6)
     layer(x[..., ::2] if declined else x)  # not dense
     assert noted == [("all", layer.layer_name)]

@@ -155,15 +155,21 @@ def test_a_norm_that_only_scales_passes_padding():
     assert len(leannorm.fold(net, (torch.randn(IMAGE),)).folded) == 1
 
 
-def test_a_wrong_fold_is_an_error(monkeypatch):
-    from leannorm.transforms.folding import modules as fold_modules
+@pytest.fixture
+def off_by(monkeypatch):
+    """Weights are folded wrongly, by such a part of themselves."""
+    from leannorm.transforms.folding import modules
 
-    right = fold_modules.into_layer_before
-    monkeypatch.setattr(
-        fold_modules,
-        "into_layer_before",
-        lambda *a: tuple(v * (1 + 1e-8) for v in right(*a[:2], a[2].double(), *a[3:])),
-    )
+    def fold_wrongly(share):
+        right = modules.into_layer_before
+        wrong = lambda *a: tuple(v * (1 + share) for v in right(*a[:2], a[2].double(), *a[3:]))  # noqa: E731
+        monkeypatch.setattr(modules, "into_layer_before", wrong)
+
+    return fold_wrongly
+
+
+def test_a_wrong_fold_is_an_error(off_by):
+    off_by(1e-8)
     net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4)))
     with pytest.raises(FoldError, match="folding changed the output by"):
         leannorm.fold(net.double(), (torch.randn(IMAGE).double(),))
@@ -190,13 +196,8 @@ def test_a_model_that_amplifies_roundings_is_judged_by_its_own(factor, as_progra
     assert report.checked > 1e4 * 2.0**-52 * report.scale
 
 
-def test_a_wrong_fold_of_such_a_model_is_an_error(monkeypatch):
-    from leannorm.transforms.folding import modules as fold_modules
-
-    right = fold_modules.into_layer_before
-    monkeypatch.setattr(
-        fold_modules, "into_layer_before", lambda *a: tuple(v * (1 + 1e-6) for v in right(*a))
-    )
+def test_a_wrong_fold_of_such_a_model_is_an_error(off_by):
+    off_by(1e-6)
     net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), Amplified(1e6))).double()
     with pytest.raises(FoldError, match="folding changed the output by"):
         leannorm.fold(net, (torch.randn(IMAGE).double(),))

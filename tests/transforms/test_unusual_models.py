@@ -63,13 +63,19 @@ class OfAHelper(OfAConfig):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight * factor()
 
 
+@pytest.fixture
+def config():
+    yield CONFIG
+    CONFIG.eps = 1e-6
+
+
 @pytest.mark.parametrize("cls", [OfAConfig, OfAHelper])
-def test_what_a_formula_reads_of_its_module_may_change(cls, monkeypatch):
+def test_what_a_formula_reads_of_its_module_may_change(cls, config, monkeypatch):
     x = torch.randn(3, 8)
     ours = leannorm.convert(nn.Sequential(cls()))
     for _ in range(2):
         torch.testing.assert_close(ours(x), cls()(x))
-        monkeypatch.setattr(CONFIG, "eps", 1.0)
+        config.eps = 1.0
         monkeypatch.setitem(globals(), "FACTOR", 3.0)
     torch.testing.assert_close(leannorm.convert(nn.Sequential(cls()))(x), cls()(x))
 

@@ -280,7 +280,7 @@ def eps_of(x: Tensor, eps: float | None) -> float:
     return eps if eps is not None else _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
 
 
-def row_norm(
+def row_norm(  # noqa: PLR0913
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

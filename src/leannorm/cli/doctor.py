@@ -50,7 +50,7 @@ def doctor(
     from leannorm.cli.inputs import made, specs_of
     from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
-    from leannorm.report.doctor.examine import examine
+    from leannorm.report.doctor.examine import Runs, examine
     from leannorm.report.doctor.findings import DoctorReport
     from leannorm.report.doctor.meeting import meeting_of
     from leannorm.report.doctor.mend import diff, mend
@@ -73,7 +73,7 @@ def doctor(
                 raise stopped[-1] from error
 
         try:
-            return examine(network, batches, forward=forward, checks=checks, meeting=meeting)
+            return examine(network, batches, Runs(forward), checks, meeting=meeting)
         except InputError as error:
             if error not in stopped or meeting:
                 raise

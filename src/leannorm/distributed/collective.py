@@ -30,7 +30,7 @@ def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) 
 
 
 @torch.library.custom_op("leannorm::add_up_over_ranks", mutates_args=())
-def _add_up_over_ranks(
+def _add_up_over_ranks(  # noqa: PLR0913
     sums: Sequence[Tensor],
     count: int,
     group: str,

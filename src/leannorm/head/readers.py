@@ -74,7 +74,7 @@ def _fit_classes(x: Logits, target: Any, weight: Any, ignore_index: int) -> bool
 
 
 @reads(F.cross_entropy)
-def _cross_entropy(
+def _cross_entropy(  # noqa: PLR0913
     func: Any,
     input: Any,
     target: Any,

@@ -22,7 +22,7 @@ from leannorm.planning.goal import bytes_of
 from leannorm.report.fake import fake_step, fakes
 from leannorm.report.settings import LEAN, Setting, code_of, settings_for
 from leannorm.saving import recorded
-from leannorm.saving.plans import none_known
+from leannorm.saving.remembered import nothing_remembered
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
 # temporaries the size of a state tensor: on a GPU for all at once, otherwise two at a time
@@ -211,7 +211,7 @@ def fit(
                 """By the first pass, and by the next, which follows a plan if the setting makes one."""
                 progress(f"{setting.name}, batch {batch}")
                 passes = 1 if setting.name in ("stock", "norm", "conv") else 2
-                with none_known(), untouched(network, left_alone), warnings.catch_warnings():
+                with nothing_remembered(), untouched(network, left_alone), warnings.catch_warnings():
                     # the report prints how much
                     warnings.filterwarnings("ignore", "leannorm: (budget|peak)=")
                     peaks = [

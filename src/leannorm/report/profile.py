@@ -26,7 +26,7 @@ from leannorm.report.settings import LEAN, Setting, settings_for
 from leannorm.report.timing import time_step
 
 
-def profile(
+def profile(  # noqa: PLR0913
     model: nn.Module,
     inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,

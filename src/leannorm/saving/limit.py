@@ -18,7 +18,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 2**60  # bytes: without a limit, systems write a larger number
 _MAX_PLACES = 256
 
-_LEARNED: dict[Hashable, Any] = {}  # by the line that opens a pass
+LEARNED: dict[Hashable, Any] = {}
+"""What passes have learned, by the line that opens them."""
 
 
 class Limit(NamedTuple):
@@ -44,16 +45,16 @@ def begin(asked: int | str, line: Hashable) -> Limit | None:
     if not before:
         return None
     nbytes = device_bytes(before) if isinstance(asked, str) else asked
-    learned = _LEARNED.get(line)
+    learned = LEARNED.get(line)
     if learned is None:
         if before > nbytes:
             raise InputError(
                 "limit is the memory of the whole process, weights, optimizer and libraries included; it has"
                 f" {bytes_in_words(before)} before the forward pass; got limit={bytes_in_words(nbytes)}"
             )
-        if len(_LEARNED) >= _MAX_PLACES:
-            _LEARNED.clear()
-        learned = _LEARNED[line] = NODES.Learned()
+        if len(LEARNED) >= _MAX_PLACES:
+            LEARNED.clear()
+        learned = LEARNED[line] = NODES.Learned()
     return Limit(nbytes, learned, before)
 
 

@@ -149,7 +149,7 @@ def last_pass(model: nn.Module) -> lean | None:
     return None if around is None else around.saved
 
 
-def make_lean(
+def make_lean(  # noqa: PLR0913
     model: _Model,
     recompute: Literal["norm", "conv"] | None = None,
     *,

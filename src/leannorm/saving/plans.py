@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -112,24 +111,8 @@ class _Known:
         return next((one for one in self.entries if one.made is made and one.begins_with(calls)), None)
 
 
-_KNOWN: dict[tuple[Goal, Hashable, Hashable], _Known] = {}  # by place, and the structure of the first tensor
-
-
-@contextmanager
-def none_known() -> Iterator[None]:
-    """Forget all plans within the context, and those made within it afterwards, as in a separate process.
-
-    Warnings given within it do not count as given, either.
-    """
-    before, told = dict(_KNOWN), set(reasons._WARNED)
-    _KNOWN.clear()
-    try:
-        yield
-    finally:
-        _KNOWN.clear()
-        _KNOWN.update(before)
-        reasons._WARNED.clear()
-        reasons._WARNED.update(told)
+KNOWN: dict[tuple[Goal, Hashable, Hashable], _Known] = {}
+"""The plans, by place and the structure of the first tensor."""
 
 
 class Following:
@@ -288,8 +271,8 @@ class Following:
 
     def _add(self, known: _Known, entry: _Entry) -> _Entry:
         known.entries.insert(0, entry)
-        if sum(len(one.entries) for one in _KNOWN.values()) > _MAX_PLANS:  # sizes that never repeat
-            most = max(_KNOWN.values(), key=lambda one: len(one.entries))
+        if sum(len(one.entries) for one in KNOWN.values()) > _MAX_PLANS:  # sizes that never repeat
+            most = max(KNOWN.values(), key=lambda one: len(one.entries))
             most.entries.pop()
         return entry
 
@@ -309,9 +292,9 @@ class Following:
         return None if self._entry is None else self._entry.made.loop
 
     def _known(self, calls: Sequence[Call]) -> _Known:
-        if len(_KNOWN) > _MAX_PLANS:
-            _KNOWN.clear()
-        return _KNOWN.setdefault((self.goal, self._place, structure(calls[0])), _Known())
+        if len(KNOWN) > _MAX_PLANS:
+            KNOWN.clear()
+        return KNOWN.setdefault((self.goal, self._place, structure(calls[0])), _Known())
 
     def _best(self, known: _Known, calls: Sequence[Call]) -> _Entry | None:
         """The first plan that fits so far: if possible for the same sizes, else the one that came next

@@ -95,7 +95,7 @@ def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
 
 
 def of_table_alone() -> bool:
-    """Do plans not depend on what calls have taken? With several ranks, and where LEANNORM_RATES is empty."""
+    """Whether no measured time decides a plan: in a process group, and if LEANNORM_RATES is empty."""
     return has_ranks() or path() is None
 
 

@@ -61,7 +61,8 @@ BENCHMARK = (
 )
 SMALL = (
     "what this pass saves is kept as it is: a rebuild would free less than 4 MiB, as the last recorded pass"
-    " at this line showed, and the bytes are that pass's; a budget applies to passes of any size"
+    " at this line showed, and the bytes are that pass's; a budget applies to passes of any size, and the"
+    " environment variable LEANNORM_SMALL_BYTES sets another limit than 4 MiB"
 )
 COMPARED = (
     "this pass keeps everything, as plain PyTorch does, so that a step with the plan can be compared with it"
@@ -294,7 +295,9 @@ def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str
     )
 
 
-_WARNED: set[str] = set()
+WARNED: set[str] = set()
+"""The causes that this process was warned of."""
+
 _IN_ORDER = {SMALL, COMPARED, STRAYED, FREED_WITHIN}  # nobody needs to act on these
 _UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor on these: as much as possible was done
 
@@ -304,8 +307,8 @@ def warn_once(reason: str) -> None:
     if reason in _IN_ORDER or reason.startswith(_UNASKED):
         return
     cause = reason.split(":")[0]
-    if cause not in _WARNED:
-        _WARNED.add(cause)
+    if cause not in WARNED:
+        WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)
 
 

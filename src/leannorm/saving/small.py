@@ -1,12 +1,13 @@
 """Passes that are not recorded: only their first tensor is examined.
 
-A pass is small, and not worth recording, if rebuilds would free less than `SMALL` bytes, as the last recorded
+A pass is small, and not worth recording, if rebuilds would free less than `few_bytes()`, as the last recorded
 pass of its line showed. Plain passes, which measure a step without `lean()`, are not recorded either
 (`watched.py`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable
 from threading import get_ident
 from types import FrameType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm._errors import InputError
 from leannorm._torch import left_to_python
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.shards import as_plain, nbytes_of
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
     from leannorm.saving.aside import PassHooks
     from leannorm.saving.ledger import Row
 
-SMALL = 4 << 20
-"""Bytes for which a pass is not worth recording: the hooks alone would take over a twentieth of its step."""
+_FEW = 4 << 20
 
 NEVER_SMALL = object()
 """The place of passes that are recorded whatever they save, such as those that a report measures."""
@@ -63,7 +64,7 @@ class Alone:
 
     def __init__(self, seen: Seen) -> None:
         self.seen, self._left = seen, _AGAIN
-        larger = min(max(SMALL / max(seen.freed, 1), 1.0), _LARGER)
+        larger = min(max(few_bytes() / max(seen.freed, 1), 1.0), _LARGER)
         self.most = max(seen.first, 1) * larger
         """Bytes of the first tensor up to which rebuilds free little; a pass with more is recorded."""
 
@@ -77,7 +78,20 @@ class Alone:
         return nodes > _MORE_NODES * self.seen.nodes
 
 
-_LEFT_ALONE: dict[Hashable, Alone] = {}
+LEFT_ALONE: dict[Hashable, Alone] = {}
+"""The places whose passes are small."""
+
+
+def few_bytes() -> int:
+    """Bytes for which a pass is not worth recording: 4 MiB, since the hooks alone would take over a twentieth
+    of its step; or what the environment variable LEANNORM_SMALL_BYTES says."""
+    said = os.environ.get("LEANNORM_SMALL_BYTES")
+    if said is None:
+        return _FEW
+    try:
+        return int(said)
+    except ValueError:
+        raise InputError(f"LEANNORM_SMALL_BYTES must be a number of bytes, got {said!r}") from None
 
 
 def place_of(frame: FrameType) -> Hashable:
@@ -87,18 +101,18 @@ def place_of(frame: FrameType) -> Hashable:
 
 def left_alone(place: Hashable) -> Alone | None:
     """What is known of the passes at this place, if the next one is left alone; else None."""
-    known = _LEFT_ALONE.get(place)
+    known = LEFT_ALONE.get(place)
     return known if known is not None and known.is_left() else None
 
 
 def note(place: Hashable, seen: Seen | None) -> None:
     """Note that a pass was recorded; with None, that the next one is to be."""
-    if seen is None or seen.freed > SMALL:
-        _LEFT_ALONE.pop(place, None)
+    if seen is None or seen.freed > few_bytes():
+        LEFT_ALONE.pop(place, None)
         return
-    if len(_LEFT_ALONE) >= _MAX_PLACES:
-        _LEFT_ALONE.clear()
-    _LEFT_ALONE[place] = Alone(seen)
+    if len(LEFT_ALONE) >= _MAX_PLACES:
+        LEFT_ALONE.clear()
+    LEFT_ALONE[place] = Alone(seen)
 
 
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr

@@ -83,7 +83,7 @@ def _note(loop: Loop, kind: str, at: float, timer: Timer, seconds: float) -> Non
         loop.note(kind, seconds / timer.size, at)
 
 
-_WATCHED: dict[Hashable, Watch] = {}
+WATCHED: dict[Hashable, Watch] = {}
 
 
 def watch_of(place: Hashable) -> Watch | None:
@@ -91,9 +91,9 @@ def watch_of(place: Hashable) -> Watch | None:
     say little."""
     if has_ranks():
         return None
-    if len(_WATCHED) >= _MAX_PLACES:
-        _WATCHED.clear()
-    return _WATCHED.setdefault(place, Watch())
+    if len(WATCHED) >= _MAX_PLACES:
+        WATCHED.clear()
+    return WATCHED.setdefault(place, Watch())
 
 
 def free_bytes() -> int | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,21 +83,26 @@ def doctor(
     """
     passed = ", forward=forward" if forward is not None else ""
     passed += ", process_group=group" if group is not None else ""
-    meeting = meeting_of(group)
-    of_passes = batches, optimizer, forward
-    return examine(model, *of_passes, backward=backward, averaged=averaged, passed=passed, meeting=meeting)
+    runs = Runs(forward, backward, passed)
+    return examine(model, batches, runs, optimizer=optimizer, averaged=averaged, meeting=meeting_of(group))
+
+
+class Runs(NamedTuple):
+    """How the model is run. `passed`: the same as the arguments of a call, for the remedies that make one."""
+
+    forward: Callable[[Module, Any], Any] | None = None
+    backward: Callable[[Module, Any], Any] | None = None
+    passed: str = ""
 
 
 def examine(
     model: Module,
     batches: Any = None,
-    optimizer: Any = None,
-    forward: Callable[[Module, Any], Any] | None = None,
+    runs: Runs = Runs(),  # noqa: B008
     checks: Sequence[Check] = CHECKS,
     *,
-    backward: Callable[[Module, Any], Any] | None = None,
+    optimizer: Any = None,
     averaged: Module | None = None,
-    passed: str = "",
     meeting: Meeting | None = None,
 ) -> DoctorReport:
     """`doctor` with some of the checks, and with the other ranks of a meeting."""
@@ -106,17 +111,17 @@ def examine(
         if averaged is not None:
             _checks.module(averaged, "doctor(averaged=)")
         norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
-        subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged, passed=passed)
+        subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged, passed=runs.passed)
         own = _taken(model, batches)
-        common = None if meeting is None else Common(meeting, subject, own, backward is not None)
+        common = None if meeting is None else Common(meeting, subject, own, runs.backward is not None)
         taken = own if common is None else common.batches
         gradients, shown = Gradients(), dict[str, list[float]]()
         if taken and subject.norms:
-            subject.batches, forward = len(taken), forward or call_for(batches)
+            subject.batches, forward = len(taken), runs.forward or call_for(batches)
             subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
             shown = shown_by(subject) if common else shown
             if common and common.compares:
-                gradients = gradients_of(model, subject.norms, taken[0], forward, backward)
+                gradients = gradients_of(model, subject.norms, taken[0], forward, runs.backward)
         faults = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
         if common:
             faults = common.joined(faults, gradients, shown)
