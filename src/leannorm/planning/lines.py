@@ -6,6 +6,7 @@ with a lower peak never gets a higher one.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,6 +26,8 @@ _SPAN = 4
 """A row of values made again is cut when it reaches the baseline's bytes divided by this."""
 _RATES = [0.03 * 1.8**i for i in range(8)]
 """What lowering the peak to nothing is worth, in shares of the step's seconds."""
+_MOVED, _SHARES = 32, 8
+"""From so many points values are moved to the host, in so many parts of what is kept."""
 _SHARPNESS = (20, 60, 150, 150)
 """How much more the highest moments weigh than those a little lower, in each round."""
 
@@ -74,7 +77,24 @@ class Lines:
         points = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
         points.sort(key=lambda p: (p.peak, p.seconds))
         starts = points[:: len(points) // _STARTS + 1]
-        return [*points, *(point for start in starts for point in _descent(step, start))]
+        points += [point for start in starts for point in _descent(step, start)]
+        return [*points, *_moving(step, points)]
+
+
+def _moving(step: Step, points: list[Outcome]) -> Iterator[Outcome]:
+    """Points that also move some of what they keep to the host, first what waits longest for its reader.
+
+    To rebuild a value or to move it are two ways to free its bytes. A point takes the first for values that
+    are cheap to rebuild, and the second for as many of the others as copies are hidden, or paid for.
+    """
+    by_seconds = sorted(points, key=lambda p: (p.seconds, p.held)) if step.link else []
+    for point in by_seconds[:: len(points) // _MOVED + 1]:
+        uses = Uses(step, point.again)
+        free = [i for i in point.kept if step.values[i].ready >= 0 and step.values[i].nbytes]
+        free.sort(key=lambda i: (-uses.first[i], step.values[i].ready))
+        until = [*accumulate(step.values[i].nbytes or 0 for i in free)]
+        counts = {bisect_right(until, until[-1] * part // _SHARES) for part in range(1, _SHARES + 1) if free}
+        yield from (outcome(step, point.again, free[:count]) for count in sorted(counts - {0}))
 
 
 def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
