@@ -119,6 +119,25 @@ def test_values_are_on_their_way_back_before_they_are_read(late, monkeypatch):
         assert [n for n in taken if events[events.index(("take", n)) - 1] == ("fetch", n)] == []
 
 
+@pytest.mark.parametrize("one_pass", [True, False], ids=["steps of one pass", "passes"])
+def test_values_come_back_in_the_order_of_the_last_backward_pass(late, one_pass, monkeypatch):
+    """Rebuilds read what they are made of early, so that is not the order in which values have left."""
+    fetched, fetch = [], host.Moved.fetch
+    monkeypatch.setattr(host.Moved, "fetch", lambda self: (fetched.append(self.number), fetch(self)))
+    moves, order = host.Moves({}), (1, 3, 0, 2, 4)
+    for turn in range(3):
+        moves = moves if one_pass else host.Moves({})
+        held = [moves.hold(torch.full((64,), number)) for number in range(7)]  # the last two have not left
+        assert [one.number for one in held] == list(range(7))
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda turn=turn: turn)
+        fetched.clear()
+        for number in (5, 6, *order):
+            assert torch.equal(held[number](), torch.full((64,), number))
+        assert (tuple(fetched) == order) is (turn > 0)
+        assert sorted(fetched) == list(range(5))
+        held.clear()
+
+
 def test_each_value_comes_back_once(late):
     for _ in range(3):
         before = late.out, late.back
