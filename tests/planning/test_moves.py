@@ -58,6 +58,23 @@ def test_a_plan_moves_where_copies_are_hidden_and_rebuilds_where_that_is_cheaper
     assert between.point.seconds < 11 * 4 * MILLI
 
 
+def test_moves_are_spread_over_the_pass_so_that_copies_are_hidden():
+    """Each layer saves four values, and the link carries one of them while the layer runs."""
+    one = layers_to_move(16)
+    values = [value._replace(seconds=None) for value in one.values for _ in range(4)]
+    backward = [
+        moment._replace(reads=range(4 * moment.reads[0], 4 * moment.reads[0] + 4)) for moment in one.backward
+    ]
+    step = one._replace(values=values, backward=backward, stock=frozenset(range(64)))
+    found = plan(Lines(step), Goal(budget=0.8)).point
+    assert found.held <= 0.8 * of_stock(step).held
+    assert found.seconds == pytest.approx(0, abs=1.1 * MILLI)  # the first one that is read back
+    in_a_row = outcome(
+        step, frozenset(), sorted(range(64), key=lambda i: values[i].ready)[: len(found.moved)]
+    )
+    assert in_a_row.seconds > 5 * MILLI
+
+
 def test_with_a_link_no_goal_takes_longer_than_without():
     for link in (5, 20, 40, 80, 200):
         step = layers_to_move(12, link=link / MILLI)

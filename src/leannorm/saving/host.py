@@ -85,8 +85,10 @@ class Link:
 @lru_cache
 def link_of(device: torch.device) -> Link | None:
     """The link of this device; None for the host itself, and for devices without streams."""
-    is_other = device.type not in ("cpu", "meta")
-    return Link(device) if is_other and hasattr(torch.get_device_module(device), "Stream") else None
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return Link(device) if module.is_available() and hasattr(module, "Stream") else None
 
 
 class Moved:
@@ -175,16 +177,14 @@ class Moves:
     @left_to_python
     def hold(self, tensor: Tensor) -> Moved | None:
         """Move a value; None if it stays."""
-        link = link_of(tensor.device) if type(tensor) is Tensor else None
-        if link is None or modes.capturing(tensor):
-            self._told[reasons.NOT_MOVED] = 1
-            return None
-        if (
-            self._task >= 0 and next(_alive(self._all), None) is None
-        ):  # a backward pass has read all: another step begins
-            self._all.clear()
+        if self._task >= 0 and next(_alive(self._all), None) is None:
+            self._all.clear()  # a backward pass has read all: another step begins
             self._window, self._task = 0, -1
         try:
+            link = link_of(tensor.device) if type(tensor) is Tensor else None
+            if link is None or modes.capturing(tensor):
+                self._told[reasons.NOT_MOVED] = 1
+                return None
             with _disable_current_modes():
                 moved = Moved(self, len(self._all), tensor, link)
                 self._window = max(self._window, AHEAD * moved.nbytes)
