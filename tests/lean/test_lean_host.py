@@ -47,7 +47,7 @@ def trained(context, make=network, steps=3, sizes=(14,)):
 
 
 SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}]
-SETTINGS += [{"budget": 0.6}, {"peak": 0.8}, {"overhead": 50.0}]
+SETTINGS += [{"budget": 0.6}, {"peak": 0.8}, {"overhead": 50.0}, {"verify": True}]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
