@@ -40,7 +40,7 @@ class Late(Link):
     def __init__(self, chance=0.0):
         self.buffers, self.chance, self.random = Pageable(), chance, random.Random(0)
         self.pending, self.started, self.ended = deque(), 0, 0
-        self.faults, self.out, self.back = [], 0, 0
+        self.faults, self.out, self.back, self.torn = [], 0, 0, set()
         self.stream, self.lock = "main", RLock()  # copies run one after the other, whoever waits
 
     def now(self):
@@ -65,8 +65,11 @@ class Late(Link):
         if of is None or to is None:
             self.faults.append("freed while a copy was under way")
             return
+        if was is None and of.data_ptr() in self.torn:
+            self.faults.append("read, although it was written while it was copied")
+        self.torn.discard(to.data_ptr())
         if was is not None and not torch.equal(of[:nbytes], was):
-            self.faults.append("written before it was copied")
+            self.torn.add(to.data_ptr())
         to[:nbytes].copy_(of[:nbytes])
 
     def wait(self, event, stream):

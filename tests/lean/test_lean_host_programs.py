@@ -36,6 +36,26 @@ def test_an_edit_while_a_value_is_copied(link, how):
     assert torch.equal(gradient, 2 * was)
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_edit_after_the_pass_of_what_has_not_left(link, layers):
+    """Its own memory is read, as in plain PyTorch."""
+    found = []
+    for context in (nullcontext(), lean("norm", held="host")):
+        x = torch.linspace(-1, 1, 4096).reshape(64, 64).requires_grad_()
+        with context:
+            y = x
+            for _ in range(layers):
+                y = (y @ x).sin()
+            last = y @ x
+            loss = last.square().sum()
+        last.data.mul_(2)
+        found.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
+        found.append(torch.autograd.grad(loss, x)[0])
+        del y, loss
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
 def test_an_edit_of_what_others_are_rebuilt_from(link):
     """The log sees the write before it happens."""
     found = []

@@ -23,15 +23,16 @@ def test_copies_that_are_slower_make_the_computation_wait():
     waits = outcome(step, frozenset(), range(8)).seconds
     # out: 4 ms for each but those on their way at the end; back: 4 ms for each, in 2 ms of computation
     assert waits > 8 * MILLI
-    assert outcome(step, frozenset(), [0]).seconds == 0.0  # one of them is hidden
+    # one of them leaves unseen, and the first one that is read is not expected
+    assert outcome(step, frozenset(), [0]).seconds == pytest.approx(4 * MILLI)
 
 
 def test_rebuilding_hides_copies():
-    step = layers_to_move(8, link=10 / MILLI)
+    step = layers_to_move(24, link=10 / MILLI)
     again, moved = frozenset([1, 2]), [0, 3]
     alone = outcome(step, frozenset(), moved).seconds
     both = outcome(step, again, moved).seconds - outcome(step, again).seconds
-    assert both <= alone - 4 * MILLI
+    assert both == pytest.approx(alone - 4 * MILLI)
 
 
 def test_a_moved_value_is_not_in_memory_between_its_copies():

@@ -46,6 +46,7 @@ class Moving:
         self._back: dict[int, int] = {}
         for i in sorted(range(len(values)), key=lambda i: values[i].ready):
             self._leave(i)
+        self._let_go(forward)
         order = sorted(range(len(values)), key=lambda i: values[i].read)
         for at, i in enumerate(order):
             self._read(i, islice(order, at + 1, None))
@@ -90,7 +91,6 @@ class Moving:
         if i in self._left:
             self._back.setdefault(i, moment)
             now = self._wait(self._coming.pop(i) if i in self._coming else self._copy(i, now), moment)
-        self._let_go(moment)
         nbytes = sum(self._values[one].nbytes for one in self._coming)
         for one in following:
             if one in self._back or one not in self._left:

@@ -197,13 +197,22 @@ class Moves:
         return moved
 
     def _let_go(self) -> None:
-        """Let go of what has left, and wait for the first ones if too much is on its way."""
+        """Let go of what has left, and wait for the first ones if too much is on its way.
+
+        What has not left when the pass ends stays: code after the pass may write it unseen, while it is
+        copied. It is read first, and from its own memory.
+        """
         leaving = deque(one for one in _alive(self._leaving) if one.leaves)
         nbytes = sum(one.nbytes for one in leaving)
         while leaving and (nbytes > self._window or leaving[0].has_left):
             nbytes -= leaving[0].nbytes
             leaving.popleft().settle()
         self._leaving = list(map(ref, leaving))
+
+    def end(self) -> None:
+        """Let go of the rest, which a plan has chosen since it has time to leave before the pass ends."""
+        for one in _alive(self._leaving):
+            one.settle()
 
     def bring(self, moved: Moved) -> Tensor:
         """The value, for a reader that comes next on this thread's stream."""
@@ -232,7 +241,6 @@ class Moves:
             if len(_ORDERS) >= _MOST_ORDERS:
                 _ORDERS.pop(next(iter(_ORDERS)))
             _ORDERS[self._sizes] = tuple(self._read)
-        self._let_go()
         coming = [one for one in _alive(self._coming) if one.here is not None]
         nbytes = sum(one.nbytes for one in coming)
         following = self._order[self._places.get(moved.number, 0) :]

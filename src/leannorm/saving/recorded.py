@@ -232,6 +232,8 @@ class RecordedPass:
         if self.following is not None and self.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
+        if self._moves is not None and self.following is not None and not self.following.whole:
+            self._moves.end()
         self.missed = self._pass.missed()
         self.recorded.close()
         if (unit := self._units.freed_first) is not None:
