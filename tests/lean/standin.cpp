@@ -115,6 +115,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, 0), id); }
   c10::Stream getStream(c10::Device) const override { return stream(stream_now); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    static int64_t last = 100;
+    return stream(++last);
+  }
   c10::Stream exchangeStream(c10::Stream s) const override { return stream(std::exchange(stream_now, s.id())); }
   void record(void** event, const c10::Stream& s, c10::DeviceIndex, c10::EventFlag) const override { *event = reinterpret_cast<void*>(s.id() + 1); }
   void block(void* event, const c10::Stream& s) const override { streams.emplace_back("waits", reinterpret_cast<int64_t>(event) - 1, s.id()); }
@@ -278,10 +282,10 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   });
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const at::AutoDispatchBelowADInplaceOrView below;
   TORCH_CHECK(!captured || from.device() == to.device(), "a copy between host and device while a graph is captured");
-  if (to.device().type() != kType) ++waits["copy to the host"];
+  if (to.device().type() != kType && !non_blocking) ++waits["copy to the host"];
   ++launches["copy"];
   Seen seen;
   run_and_capture([to = seen.on_host(to), from = seen.on_host(from)] { to.copy_(from); });
@@ -305,6 +309,7 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), &allocator,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
+void record_stream(at::Tensor& t, c10::Stream s) { streams.emplace_back("used", reinterpret_cast<int64_t>(t.storage().data()), s.id()); }
 at::Tensor& set(at::Tensor& t, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
   t.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
   t.unsafeGetTensorImpl()->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), offset.expect_int());
@@ -348,7 +353,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty), m.impl("empty_strided", &empty_strided);
   m.impl("convolution_overrideable", &convolution), m.impl("convolution_backward_overrideable", &convolution_backward);
-  m.impl("_copy_from", &copy_from), m.impl("_foreach_copy_", &copy_all), m.impl("set_.source_Storage_storage_offset", &set);
+  m.impl("_copy_from", &copy_from), m.impl("_foreach_copy_", &copy_all), m.impl("set_.source_Storage_storage_offset", &set), m.impl("record_stream", &record_stream);
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {

@@ -60,6 +60,8 @@ def register():
     module.is_available, module.device_count, module.current_device = (lambda: True), (lambda: 1), (lambda: 0)
     module.is_initialized, module._is_in_bad_fork = (lambda: True), (lambda: False)
     module.manual_seed_all = lambda seed: None
+    module.Stream, module.stream = torch.Stream, lambda stream: stream
+    module.current_stream = torch.accelerator.current_stream
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module("standin", module)
     return library

@@ -92,3 +92,21 @@ def told(step, again):
             alive[moment] += nbytes
     seconds = sum(values[i].seconds for i in uses if uses[i] and i in again)
     return sum(values[i].nbytes for i in uses if uses[i] and i not in again), seconds, alive
+
+
+def layers_to_move(count, nbytes=100, seconds=1 * MILLI, link=100 / MILLI):
+    """Equal layers, forward and then backward; each saves a value that may be moved, or made again."""
+    values = [Value(nbytes, 4 * seconds, (), i, i - 1, nbytes, ready=i) for i in range(count)]
+    backward = [Moment((i,)) for i in reversed(range(count))]
+    taken = [seconds] * count + [2 * seconds] * count
+    return Step(
+        values,
+        count,
+        backward,
+        [0] * (2 * count),
+        frozenset(range(count)),
+        3 * seconds * count,
+        0,
+        taken,
+        link,
+    )

@@ -110,6 +110,7 @@ inline void hand_over(Log& log) {
       }
       log.to_move.erase(log.to_move.begin() + static_cast<int64_t>(i));
       const int64_t item = static_cast<int64_t>(c10::elementSize(x.made.dtype));
+      if (x.saves == 0 && log.following.back()->chooses) continue;  // the plan has no place for it
       if (x.refs == 0 || x.elsewhere || x.state != Value::kHeld || x.copied || x.lost || x.shown.defined() || !log.is_there(v) || x.storage_bytes % item != 0) continue;
       Geometry as = x.made;
       if (!as.fills(x.storage_bytes)) as.sizes = {x.storage_bytes / item}, as.strides = {1}, as.offset = 0;
@@ -154,7 +155,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
     x.parameter = is_parameter(whole);
     if (!x.parameter) x.listed = true, x.number = static_cast<int>(log.listed.size()), log.listed.push_back(v);
   }
-  const bool movable = !x.parameter && !log.asked.back()->hold.is_none() && t.numel() >= log.policy.smallest;
+  const bool movable = !x.parameter && !log.asked.back()->hold.is_none() && t.numel() >= log.policy.smallest && (whole.grad_fn() || !log.following.back()->chooses);
   const bool leaf = !whole.grad_fn() && !movable;  // autograd reads a leaf in the backward pass, even if its data was replaced
   if (leaf) s.tensor = t;
   if (leaf && !s.spec) log.leaves[v].push_back(&s.tensor);
@@ -169,7 +170,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   }
   if (!x.held.defined()) x.held = alias_of(t), x.state = Value::kHeld;
   if (shows_more) x.call = -1;  // it shows more memory than its call made
-  if (movable) log.to_move.push_back(v);
+  if (movable && (!log.following.back()->chooses || log.following.back()->moves)) log.to_move.push_back(v);
   if (!leaf && log.limit && !is_on_device(x.made)) return log.limit->saved(log, x.storage_bytes);
   if (log.limit && is_on_device(x.made)) log.meets(kBeyondLimit);
   const bool waits = !log.open.empty() && x.call == log.open.back();
@@ -285,7 +286,11 @@ inline Tensor rebuilt(SavedObject& s) {
   const bool dropped = x.state == Value::kDropped, read_back = x.code != nullptr;
   Tensor t;
   if (x.shown.defined()) t = x.shown;
-  else if (x.elsewhere) t = x.rebuilt.defined() ? x.rebuilt : x.rebuilt = Replay(log).brought(s.value);
+  else if (x.elsewhere) {
+    if (x.rebuilt.defined()) share(x.rebuilt, x.made, x.rebuilt_on);
+    else x.rebuilt = Replay(log).brought(s.value), x.rebuilt_on = stream_of(x.made);
+    t = x.rebuilt;
+  }
   else {
     if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
     t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a kept tensor is not checked: in plain PyTorch, too, an unseen edit of it is no error

@@ -41,6 +41,12 @@ struct Elsewhere {
   py::object bring;  // bring() returns the tensor that the user's hooks keep
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of the tensor that the hooks were given
   bool is_other = true;  // the hooks return a tensor with other memory
+
+  // The memory is about to be written, which a copy that is under way may not see.
+  void settle() const {
+    const py::gil_scoped_acquire gil;
+    if (py::hasattr(bring, "settle")) bring.attr("settle")();
+  }
 };
 // What a pass gets from Python. `flags`: the global flags. `layer`: returns the layer that runs, if rebuilt tensors are
 // compared. `hold`: calls the user's hook. `owns`: see `gathered`. (These three may be None.) `other`: returns the sizes,

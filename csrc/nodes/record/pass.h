@@ -88,7 +88,8 @@ struct Pass {
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
     if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
-    if (!follower.ask.is_none()) follower.narrows = py::getattr(py::getattr(follower.ask, "__self__", py::none()), "narrows", py::bool_(false)).cast<bool>();
+    const py::object way = py::getattr(follower.ask, "__self__", py::none());
+    follower.narrows = py::getattr(way, "narrows", py::bool_(false)).cast<bool>(), follower.chooses = py::getattr(way, "moves", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
     if (!follower.ask.is_none() && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();

@@ -24,11 +24,12 @@ inline const std::string* lasting(const std::string& name) {
   return name.empty() ? nullptr : &*names->insert(name).first;
 }
 
-// A plan's decisions on the tensors that a pass saves, in order: a hash of each, whether it is dropped, why it is kept.
+// A plan's decisions on the tensors that a pass saves, in order: a hash of each, whether it is dropped, whether it is moved
+// if it is kept, why it is kept.
 struct Places {
   struct Place {
     uint64_t sign;
-    bool drops;
+    bool drops, moves;
     Cause cause;
   };
   std::vector<Place> list;
@@ -44,7 +45,7 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
 
 // How far one pass has followed its plan. If the pass differs from the plan, or there is none, Python decides:
 // ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, the plan from here on, why it is kept, the
-// operator that is the reason).
+// operator that is the reason, whether it is moved).
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
@@ -54,6 +55,8 @@ struct Follower {
   std::shared_ptr<Times> times;  // if a plan may be made from the pass
   Cause cause;
   bool narrows = false;  // the plan may keep a source instead, which takes time that a plan for an overhead does not count
+  bool chooses = false;  // the plan chooses what `Asked::hold` gets; otherwise that is all that is kept
+  bool moves = true;     // its choice for the last place
   std::function<void()> note, renew;  // of the pass: called when a backward pass begins, and when another step follows it
   size_t number = 0;  // of the pass, among those of the log
   int64_t noted = 0;  // how many saved tensors the pass had when the backward pass began
@@ -80,13 +83,14 @@ struct Follower {
     const std::string& kind = x.call < 0 ? unknown : log.calls[x.call].rule->name;
     if (plan && at < plan->list.size()) {
       const Places::Place& planned = plan->list[at];
-      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return cause = planned.cause, planned.drops;
+      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return cause = planned.cause, moves = planned.moves, planned.drops;
     }
     const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
     const py::tuple answer = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
     plan = answer[1].is_none() ? nullptr : answer[1].cast<std::shared_ptr<Places>>();
     cause = {static_cast<Why>(answer[2].cast<int>()), lasting(answer[3].cast<std::string>())};
+    moves = answer[4].cast<bool>();
     log.policy = plan ? by_plan(policy) : policy;
     if (at == 0 && plan) forget_times(log);
     return answer[0].cast<bool>();
@@ -229,14 +233,14 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
 
 inline void add_plans(py::module_ module) {
   py::class_<Places, std::shared_ptr<Places>>(module, "Places")
-      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<int>& whys, const std::vector<std::string>& of) {
+      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<bool>& moves, const std::vector<int>& whys, const std::vector<std::string>& of) {
         auto made = std::make_shared<Places>();
         size_t i = 0;
         for (const auto one : calls) {
           const py::tuple call = py::reinterpret_borrow<py::tuple>(one);
           const auto dtype = reinterpret_cast<THPDtype*>(call[3].ptr())->scalar_type;
           const auto sizes = call[1].cast<std::vector<int64_t>>(), strides = call[2].cast<std::vector<int64_t>>();
-          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), {static_cast<Why>(whys.at(i)), lasting(of.at(i))}});
+          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), moves.at(i), {static_cast<Why>(whys.at(i)), lasting(of.at(i))}});
           ++i;
         }
         return made;

@@ -76,6 +76,7 @@ inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
     if (x.call < 0 && gathered(log, t) > 0) return;
     copy_before_write(log, v);
   }
+  if (const auto away = log.values[v].elsewhere; away && !call.rule->reshapes) away->settle();
   Memory& memory = log.memories[log.values[v].memory];
   call.writing.push_back(log.values[v].memory);
   memory.sent |= call.rule->sends;

@@ -139,6 +139,7 @@ class Replay {
     if (x.elsewhere) {
       const Tensor t = brought(v);
       (scratch_ ? (*scratch_)[v] : log_.values[v].rebuilt) = t;
+      if (!scratch_) log_.values[v].rebuilt_on = stream_of(log_.values[v].made);
       return log_.values[v].elsewhere->is_other ? t : checked(log_.values[v], t);
     }
     run(x.call);

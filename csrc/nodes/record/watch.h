@@ -17,6 +17,7 @@ inline void make_safe(Log& log, int v, c10::StorageImpl* memory) {
   if (!is_it) return;
   const Tensor was = x.held;
   copy_before_write(log, v);
+  if (const auto away = log.values[v].elsewhere) away->settle();
   if (Value& made = log.values[v]; made.copied && !made.elsewhere) made.shown = was;  // nodes that saved it read the edit, if autograd does not see it
   hide(log, log.values[v]);
 }

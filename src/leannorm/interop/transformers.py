@@ -26,7 +26,7 @@ def lean_callback(
     overhead: float | None = None,
     peak: float | int | str | None = None,
     limit: int | str | None = None,
-    held: saved_tensors_hooks | tuple[Any, Any] | None = None,
+    held: Literal["host"] | saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
     head: bool = False,
 ) -> Any:

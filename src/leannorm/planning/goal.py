@@ -24,7 +24,7 @@ class Goal(NamedTuple):
     so is `free`, which is small enough to be neglected. `peak` is a share of the baseline's peak (a float up
     to 1), or bytes (an integer). `limit` is the memory that the process may have, in bytes, or "device".
     `worth` is what it would be worth to free all bytes of the baseline, in shares of the step's seconds: a
-    byte is freed if that costs less.
+    byte is freed if that costs less. `moves`: values may also wait on the host.
     """
 
     worth: float | None = None
@@ -33,6 +33,7 @@ class Goal(NamedTuple):
     peak: float | int | None = None
     limit: int | str | None = None
     free: float | None = None
+    moves: bool = False
 
     @property
     def promises_time(self) -> bool:

@@ -25,6 +25,9 @@ _SPAN = 4
 """A row of values made again is cut when it reaches the baseline's bytes divided by this."""
 _RATES = [0.03 * 1.8**i for i in range(8)]
 """What lowering the peak to nothing is worth, in shares of the step's seconds."""
+_MOVED, _PACES = 32, (0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 4.0, float("inf"))
+"""From so many points values are moved to the host; at most so many times as many bytes as the link has had
+time for. At more than 1 the computation waits for copies."""
 _SHARPNESS = (20, 60, 150, 150)
 """How much more the highest moments weigh than those a little lower, in each round."""
 
@@ -74,7 +77,32 @@ class Lines:
         points = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
         points.sort(key=lambda p: (p.peak, p.seconds))
         starts = points[:: len(points) // _STARTS + 1]
-        return [*points, *(point for start in starts for point in _descent(step, start))]
+        points += [point for start in starts for point in _descent(step, start)]
+        return [*points, *_moving(step, points)]
+
+
+def _moving(step: Step, points: list[Outcome]) -> Iterator[Outcome]:
+    """Points that also move some of what they keep to the host.
+
+    To rebuild a value or to move it are two ways to free its bytes. A point takes the first for values that
+    are cheap to rebuild, and the second for as many of the others as copies are hidden, or paid for. These
+    are spread over the forward pass, since copies of values in a row would not be hidden.
+    """
+    by_seconds = sorted(points, key=lambda p: (p.seconds, p.held)) if step.link else []
+    could = [step.link * seconds for seconds in accumulate(step.taken)]
+    for point in by_seconds[:: len(points) // _MOVED + 1]:
+        free = [i for i in point.kept if step.values[i].ready >= 0 and step.values[i].nbytes]
+        free.sort(key=lambda i: step.values[i].ready)
+        found = dict.fromkeys(tuple(_at_pace(step, free, could, pace)) for pace in _PACES)
+        yield from (outcome(step, point.again, moved) for moved in found if moved)
+
+
+def _at_pace(step: Step, free: list[int], could: list[float], pace: float) -> Iterator[int]:
+    nbytes = 0
+    for i in free:
+        if nbytes <= pace * could[step.values[i].ready]:
+            nbytes += step.values[i].nbytes or 0
+            yield i
 
 
 def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from leannorm.planning.moves import Away, Moving
+
 
 class Value(NamedTuple):
     """What the backward pass may read.
@@ -23,6 +25,7 @@ class Value(NamedTuple):
     - `fused`: whether each reader can compute it, so that it is in memory only if a reader needs that.
     - `whole`: whether making it needs the values that it is made of in memory.
     - `spares`: the bytes that its first reader needs less if it is made again.
+    - `ready`: the moment after which it may be moved to the host; -1 if it may not.
     """
 
     nbytes: int | None
@@ -34,6 +37,7 @@ class Value(NamedTuple):
     fused: bool = False
     whole: bool = True
     spares: int = 0
+    ready: int = -1
 
 
 class Moment(NamedTuple):
@@ -57,6 +61,7 @@ class Step(NamedTuple):
     - `stock`: the values that are kept without a plan. The others are made again.
     - `seconds`: the price of the step without a plan.
     - `held`: the bytes that are kept whatever is chosen, in addition to the values.
+    - `taken`: the seconds of each moment, and `link`: bytes per second to the host; only if values may move.
     """
 
     values: Sequence[Value]
@@ -66,6 +71,8 @@ class Step(NamedTuple):
     stock: frozenset[int]
     seconds: float
     held: int = 0
+    taken: Sequence[float] = ()
+    link: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -73,7 +80,8 @@ class Outcome(NamedTuple):
 
     `kept` and `again` have the values that are needed, and kept or made again. `held` is the bytes kept,
     `seconds` the price of all that is made again, and `written` the bytes of that in memory. `alive` has the
-    bytes in use at every moment.
+    bytes in use at every moment. `moved` has the values of `kept` that wait on the host, and `away` is their
+    bytes, which are not in `held`; `seconds` includes the wait for their copies.
     """
 
     kept: frozenset[int]
@@ -82,6 +90,8 @@ class Outcome(NamedTuple):
     seconds: float
     written: int
     alive: tuple[int, ...]
+    moved: frozenset[int] = frozenset()
+    away: int = 0
 
     @property
     def peak(self) -> int:
@@ -119,8 +129,9 @@ class Uses:
         self.written[i] |= whole
 
 
-def outcome(step: Step, again: Collection[int]) -> Outcome:
-    """What happens if these values are made again where they are needed, and all others are kept.
+def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Outcome:
+    """What happens if these values are made again where they are needed, and all others are kept; of those,
+    `moved` on the host, if they have time to leave.
 
     The backward pass makes a value at the first use of it, or of what is made of it, and has it in memory
     until the last use. A value that each reader computes uses what it is made of at each reader.
@@ -128,6 +139,9 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     change = [0] * (len(step.beside) + 1)
     kept, made_again, held, seconds, written = [], [], step.held, 0.0, 0
+    moving = _moving(step, uses, again, moved)
+    stays = dict(zip(moved, moving.stays(), strict=True))
+    gone = frozenset(i for at, i in enumerate(moved) if moving.has_left(at))
     for i, value in enumerate(step.values):
         if value.made <= value.until:
             change[value.made] += value.again
@@ -146,15 +160,30 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
         else:
             assert value.nbytes is not None, f"value {i} cannot be kept"
             kept.append(i)
-            held += value.nbytes
+            held += 0 if i in gone else value.nbytes
             start, size = max(value.made, value.until + 1), value.nbytes
         if size and writes[last - step.forward] == size:  # the result overwrites it
             writes[last - step.forward] = 0
             last -= 1
+        if i in gone:
+            left, back = max(stays[i].left + 1, start), max(stays[i].back, start)
+            change[min(left, back)] -= size
+            change[back] += size
         change[start] += size
         change[max(last + 1, start)] -= size
     alive = tuple(map(sum, zip(accumulate(change[:-1]), step.beside, strict=True)))
-    return Outcome(frozenset(kept), frozenset(made_again), held, seconds, written, alive)
+    away = sum(step.values[i].nbytes or 0 for i in gone)
+    seconds += moving.waited
+    return Outcome(frozenset(kept), frozenset(made_again), held, seconds, written, alive, gone, away)
+
+
+def _moving(step: Step, uses: Uses, again: Collection[int], moved: Sequence[int]) -> Moving:
+    values = [Away(step.values[i].nbytes or 0, step.values[i].ready, uses.first[i]) for i in moved]
+    taken = list(step.taken) if moved else []
+    for i in again if moved else ():  # copies are hidden behind what is made again, too
+        if uses.last[i] >= 0:
+            taken[uses.first[i]] += step.values[i].seconds or 0.0
+    return Moving(taken, step.forward if moved else 0, step.link, values)
 
 
 def of_stock(step: Step) -> Outcome:

@@ -75,9 +75,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             cheapest to rebuild first. Sizes may vary from pass to pass. What a backward pass takes is learned
             for each line that opens a pass. Needs CPU tensors, Linux and the C++ nodes; elsewhere `reasons`
             says so, and as little is kept as possible.
-        held: other saved-tensor hooks for the tensors that must be kept, such as
-            `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
-            these tensors too, wherever the hooks put them.
+        held: where the tensors wait that must be kept. "host" moves them to pinned memory of the host, next
+            to the computation, and gets them back before they are read. With a goal, or without arguments,
+            the plan chooses for each tensor whether it is kept, rebuilt or moved. Or other saved-tensor
+            hooks, such as `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack).
+            `kept_bytes` counts all of these tensors, `moved_bytes` those on the host.
         head: a language model's logits are not computed as a whole. A linear layer with over three times as
             many outputs as inputs returns a tensor without values. Losses, log-probabilities and entropies
             compute some columns at a time. Anything else that reads it computes the whole tensor, once, and
@@ -110,8 +112,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     Raises: `InputError` for an unknown `recompute` (for a model, call `make_lean`), a `budget` outside
     (0, 1], a negative `overhead`, a `peak` that is neither a share nor bytes, a `limit` that is not in bytes,
-    two of these, a `held` that is not hooks, or something that it cannot decorate (classes, generators,
-    coroutines); at the first pass for a `limit` below what the process has; in the backward pass
+    two of these, a `held` that is neither "host" nor hooks, or something that it cannot decorate (classes,
+    generators, coroutines); at the first pass for a `limit` below what the process has; in the backward pass
     `RebuildError` for a rebuilt tensor that is not the one that was saved.
 
     >>> import torch, leannorm
@@ -132,7 +134,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         overhead: float | None = None,
         peak: float | int | str | None = None,
         limit: int | str | None = None,
-        held: saved_tensors_hooks | tuple[Any, Any] | None = None,
+        held: Literal["host"] | saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
         head: bool = False,
     ) -> None:
@@ -144,7 +146,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             self._arguments: dict[str, Any] = known[0]
             self._settings: Settings = known[1]
         else:
-            asked = goal(recompute, budget, overhead, peak, limit)
+            asked = goal(recompute, budget, overhead, peak, limit)._replace(moves=held == "host")
             planned = asked.worth is None
             policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute or ""]
             shares: dict[str, Any] = {"budget": budget, "overhead": overhead, "peak": peak, "limit": limit}
@@ -231,8 +233,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     def __repr__(self) -> str:
         """One line: what the last pass kept, what its backward pass rebuilds, the plan, and the reasons."""
+        moved = f" ({bytes_in_words(self.moved_bytes)} on the host)" if self.moved_bytes else ""
         told = [
-            f"{bytes_in_words(self.kept_bytes)} kept, {bytes_in_words(self.rebuilt_bytes)} to rebuild"
+            f"{bytes_in_words(self.kept_bytes)} kept{moved}, {bytes_in_words(self.rebuilt_bytes)} to rebuild"
             if self.records
             else "no tensor saved"
         ]
@@ -251,6 +254,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def kept_bytes(self) -> int:
         """Bytes saved for the backward pass: every storage once, parameters not counted."""
         return self._ledger.kept()
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of `kept_bytes` that `held="host"` has moved."""
+        return self._ledger.moved()
 
     @property
     def rebuilt_bytes(self) -> int:

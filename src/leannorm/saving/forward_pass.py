@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Settings(NamedTuple):
 
     policy: Policy
     goal: Goal | None
-    hooks: Hooks | None
+    hooks: Hooks | Literal["host"] | None
     verify: bool
     head: bool = False
 
@@ -199,7 +199,8 @@ class ForwardPass:
         nbytes = self.ledger.all_bytes()
         try:
             before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
-            share = (self.ledger.kept() - before) / max(nbytes - before, 1)
+            there = self.ledger.kept() - self.ledger.moved()
+            share = (there - before) / max(nbytes - before, 1)
             self._of_plans = following.end(made.calls, made.passed, share, made.seconds, made.spent)
         except Exception as error:  # a plan is never worth an error in the forward pass
             made.reasons[reasons.no_plan(error)] = 1
@@ -244,7 +245,7 @@ class ForwardPass:
             return reasons.of_limit(self._limit, 0 if self._recorded is None else self._recorded.missed)
         if plan is not None:
             return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
-        kept, stock = self.ledger.kept(), self.ledger.all_bytes()
+        kept, stock = self.ledger.kept() - self.ledger.moved(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal, ratio) if missed else None

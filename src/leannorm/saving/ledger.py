@@ -38,6 +38,9 @@ class Rows(Protocol):
     def kept(self) -> int: ...
 
     @property
+    def moved(self) -> int: ...
+
+    @property
     def rebuilt(self) -> int: ...
 
     def rows(self) -> list[Row]: ...
@@ -69,6 +72,10 @@ class Ledger:
     def kept(self) -> int:
         """Bytes kept for the backward pass."""
         return sum(one.kept for one in self._passes) + sum(row[3] for row in self._plain)
+
+    def moved(self) -> int:
+        """Bytes of these that `held="host"` has moved."""
+        return sum(one.moved for one in self._passes)
 
     def rebuilt(self) -> int:
         """Bytes that the backward pass rebuilds."""

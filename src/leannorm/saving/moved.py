@@ -1,9 +1,9 @@
-"""`held=`: tensors that are kept go through other saved-tensor hooks: to the host, to a file, compressed."""
+"""`held=`: tensors that are kept go to the host, or through other hooks: to a file, compressed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,13 +18,15 @@ class Hooks(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-def hooks_of(held: saved_tensors_hooks | tuple[Any, Any]) -> Hooks:
-    """The hooks of a context such as `save_on_cpu()`, or of a pair (pack, unpack)."""
+def hooks_of(held: saved_tensors_hooks | tuple[Any, Any] | str) -> Hooks | Literal["host"]:
+    """The hooks of a context such as `save_on_cpu()`, or of a pair (pack, unpack); "host" has its own."""
+    if isinstance(held, str) and held == "host":
+        return "host"
     if isinstance(held, saved_tensors_hooks):
         return Hooks(held.pack_hook, held.unpack_hook)
     if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
         return Hooks(*held)
     raise InputError(
-        "held must be a context of saved-tensor hooks, such as torch.autograd.graph.save_on_cpu(), or a pair "
-        f"(pack, unpack) of functions; got {held!r}"
+        'held is "host", a context of saved-tensor hooks, such as torch.autograd.graph.save_on_cpu(), or a'
+        f" pair (pack, unpack) of functions; got {held!r}"
     )

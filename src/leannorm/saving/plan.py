@@ -64,7 +64,8 @@ def structure(call: Call) -> Hashable:
 
 
 class RebuildPlan(NamedTuple):
-    """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
+    """For every tensor that a forward pass saved, in order, whether it is rebuilt, or else moved to the
+    host; and what was `chosen`.
 
     `made_for`: the pass. `hooks`: its `share_of_hooks`. `asked`: the overhead that was allowed, if any.
     `measured`: the overhead that steps have taken, once it is known. `is_watched`: whether it is measured.
@@ -72,6 +73,7 @@ class RebuildPlan(NamedTuple):
 
     made_for: Pass
     rebuild: tuple[bool, ...]
+    move: tuple[bool, ...]
     chosen: Plan
     hooks: float
     asked: float | None = None
@@ -87,6 +89,9 @@ class RebuildPlan(NamedTuple):
         planned = (
             f"{self.ratio:.2f} of the bytes and {self.peak_ratio:.2f} of the peak at {1 + self.overhead:.2f}"
         )
+        point = self.chosen.point
+        if point.away:
+            planned = f"{point.away / max(self.stock_bytes, 1):.2f} of the bytes on the host, {planned}"
         if self.asked is None:
             return f"{planned} of its time"
         taken = "not measured yet" if self.measured is None else f"{1 + self.measured:.2f} measured"
@@ -134,14 +139,16 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     chosen = point_for(made_for.lines, goal)
     if asked is not None and hooks > asked:  # then passes are left as they are
         chosen = chosen._replace(point=chosen.stock)
-    return RebuildPlan(made_for, _rebuilt(made_for, chosen.point), chosen, hooks, asked)
+    return RebuildPlan(made_for, *_followed(made_for, chosen.point), chosen, hooks, asked)
 
 
-def _rebuilt(made_for: Pass, point: Outcome) -> tuple[bool, ...]:
+def _followed(made_for: Pass, point: Outcome) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """For each place, whether it is rebuilt, and whether it is moved."""
     rebuilt = {place for i in point.again for place in made_for.places[i]}
     held = {place for places in made_for.places for place in places} - rebuilt
     # tensors without a place of their own, views and repeats, are rebuilt wherever the pass did so
-    return tuple(i not in held for i in range(len(made_for.calls)))
+    moved, places = {place for i in point.moved for place in made_for.places[i]}, range(len(made_for.calls))
+    return tuple(i not in held for i in places), tuple(i in moved for i in places)
 
 
 def rungs(full: RebuildPlan) -> tuple[RebuildPlan, ...]:
@@ -149,9 +156,9 @@ def rungs(full: RebuildPlan) -> tuple[RebuildPlan, ...]:
     passed, whole = full.made_for, full.made_for.without_lines()
     made = list[RebuildPlan]()
     for point in by_overhead(passed.lines):
-        short = point._replace(kept=frozenset(), again=frozenset(), alive=(point.peak,))
+        nothing = frozenset[int]()
+        short = point._replace(kept=nothing, again=nothing, moved=nothing, alive=(point.peak,))
+        rebuild, move = _followed(passed, point)
         chosen = full.chosen._replace(point=short)
-        made.append(
-            full._replace(made_for=whole, rebuild=_rebuilt(passed, point), chosen=chosen, is_watched=True)
-        )
+        made.append(full._replace(made_for=whole, rebuild=rebuild, move=move, chosen=chosen, is_watched=True))
     return tuple(made)

@@ -32,7 +32,7 @@ class Rates(NamedTuple):
     """`memory`: bytes moved per second. `products`: operations per second, by element size. `call`: seconds
     per call. `convolutions`, `grouped`: their rates as shares of the products'; `.._last`: the same in
     channels_last. `hold`: seconds of the two hooks of a tensor that is kept. `rebuild`: seconds more, without
-    the kernels, of one that is rebuilt."""
+    the kernels, of one that is rebuilt. `link`: bytes per second that are copied to the host, or back."""
 
     memory: float
     products: dict[int, float]
@@ -43,6 +43,7 @@ class Rates(NamedTuple):
     grouped_last: float = 0.25
     hold: float = 30e-6
     rebuild: float = 100e-6
+    link: float = 12e9
 
     def in_channels_last(self) -> Rates:
         """The rates if all convolutions are in channels_last."""
@@ -62,9 +63,9 @@ _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
 _CPU_TILES = Rates(6.5 * _GB, {8: 0.085 * _T, 4: 0.17 * _T, 2: 0.59 * _T}, 1e-6)
 _CUDA = {
     7: Rates(600 * _GB, {8: 5 * _T, 4: 10 * _T, 2: 60 * _T}, 5e-6),
-    8: Rates(1300 * _GB, {8: 9 * _T, 4: 15 * _T, 2: 200 * _T}, 5e-6),
-    9: Rates(2500 * _GB, {8: 35 * _T, 4: 45 * _T, 2: 550 * _T}, 5e-6),
-    10: Rates(6000 * _GB, {8: 35 * _T, 4: 60 * _T, 2: 1300 * _T}, 5e-6),
+    8: Rates(1300 * _GB, {8: 9 * _T, 4: 15 * _T, 2: 200 * _T}, 5e-6, link=24 * _GB),
+    9: Rates(2500 * _GB, {8: 35 * _T, 4: 45 * _T, 2: 550 * _T}, 5e-6, link=48 * _GB),
+    10: Rates(6000 * _GB, {8: 35 * _T, 4: 60 * _T, 2: 1300 * _T}, 5e-6, link=48 * _GB),
 }
 
 
@@ -231,13 +232,14 @@ def measure(device: torch.device) -> Rates:
         b = torch.ones(large, large, dtype=dtype, device=device)
         products[dtype.itemsize] = 2 * large**3 / _seconds(lambda b=b: b @ b, device)  # type: ignore[misc]
     hold, rebuild = of_hooks()
+    link = _of_copies(large * large, device)
     first, last = (
         _of_convolutions(layout, device) for layout in (torch.contiguous_format, torch.channels_last)
     )
     if device.type == "cpu" and _is_busy():
         raise RuntimeError("others took its cores meanwhile; the next process measures it again")
     dense, single, dense_last, single_last = (rate / products[4] for rate in (*first, *last))
-    return Rates(memory, products, call, dense, single, dense_last, single_last, hold, rebuild)
+    return Rates(memory, products, call, dense, single, dense_last, single_last, hold, rebuild, link)
 
 
 def _of_sums(count: int, device: torch.device) -> float:
@@ -245,6 +247,13 @@ def _of_sums(count: int, device: torch.device) -> float:
     a = torch.ones(count, dtype=_DTYPE, device=device)
     result = torch.zeros_like(a)  # with a new one for each run, page faults would be measured
     return 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=result), device)
+
+
+def _of_copies(count: int, device: torch.device) -> float:
+    """Bytes per second that are copied from the device to pinned memory of the host."""
+    a = torch.ones(count, dtype=_DTYPE, device=device)
+    to = torch.zeros(count, dtype=_DTYPE, pin_memory=device.type == "cuda")
+    return a.nbytes / _seconds(lambda: to.copy_(a, non_blocking=True), device)
 
 
 def _of_convolutions(layout: torch.memory_format, device: torch.device) -> tuple[float, float]:

@@ -80,6 +80,10 @@ SUBCLASSES = (
     "tensors of a subclass were saved (such as jagged tensors): they are kept, as lean() only rebuilds plain"
     " tensors and DTensors; checkpoint the blocks that save most of them"
 )
+NOT_MOVED = (
+    "nothing is moved to the host that is on a CPU already, on a device without streams, or in a CUDA graph"
+    " that is captured: it is kept where it is"
+)
 HEAD_IN_HOOKS = (
     "head=True: logits were computed as without it, since a checkpoint or other saved-tensor hooks are around"
     " the layer, which may run it again outside of lean()"
@@ -141,6 +145,7 @@ OF_THE_PASS = {
     HOOKS_WITHIN,
     COMPILED_WITHIN,
     SUBCLASSES,
+    NOT_MOVED,
 }
 
 
@@ -219,6 +224,13 @@ def failed(tensor: Tensor, error: Exception) -> str:
     return f"an output of {made_by} is kept, since rebuilding it failed with {type(error).__name__}: {text}"
 
 
+def not_moved(tensor: Tensor, error: Exception) -> str:
+    """A copy to the host raised an error, out of pinned memory perhaps."""
+    text = " ".join(str(error).split())
+    size = f"{bytes_in_words(tensor.nbytes)} stay on {tensor.device}"
+    return f"a tensor could not be moved to the host: {size}, since {type(error).__name__}: {text}"
+
+
 def no_plan(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"no plan could be made of this pass, since it failed with {type(error).__name__}: {text}"
@@ -247,7 +259,7 @@ def out_of_reach(goal: Goal, plan: Plan, compiled: bool = False) -> str:
 def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
     """The reason that a budget or an overhead keeps fewer bytes but lowers no peak, if that is so."""
     asked = "budget" if goal.budget is not None else "overhead"
-    asked = "plain lean()" if goal == HALF else f"this {asked}"
+    asked = "plain lean()" if goal._replace(moves=False) == HALF else f"this {asked}"
     if goal.peak is not None or goal.worth is not None or plan.ratio > _FEWER or plan.peak_ratio < _LOWER:
         return None
     return (

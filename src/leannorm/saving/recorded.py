@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from leannorm.ops import modes
 from leannorm.saving import log, reasons, rows
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.flags import Flags, current
+from leannorm.saving.host import Moves
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
@@ -186,14 +187,16 @@ class RecordedPass:
         self,
         policy: Policy,
         following: Following | None,
-        hooks: Hooks | None,
+        hooks: Hooks | Literal["host"] | None,
         layers: Layers | None,
         limit: Limit | None,
     ) -> None:
-        """`hooks`: the user's, for what is kept. `layers`: verify rebuilt tensors, and name the layer."""
+        """`hooks`: for what is kept. `layers`: verify rebuilt tensors, and name the layer."""
         self.reasons = Counter[str]()
+        self._moves = Moves(self.reasons) if hooks == "host" else None
+        hold = partial(_hold, self.reasons, hooks) if isinstance(hooks, Hooks) else None
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else Way(following, _WHYS, LOG)
+        self._way = None if following is None else Way(following, _WHYS, LOG, self._moves)
         self._units = units = Units()
         if LOG is NODES and "torch._subclasses.fake_tensor" in sys.modules:
             _know_fakes()
@@ -206,7 +209,7 @@ class RecordedPass:
             current(),
             None if self._way is None else self._way.ask,
             layer=None if layers is None else layers.at_work,
-            hold=None if hooks is None else partial(_hold, self.reasons, hooks),
+            hold=hold if self._moves is None else self._moves.hold,
             owns=units.owner_runs if units.exist else None,
             other=partial(_other, self.reasons),
             subclasses="torch.distributed.tensor" in sys.modules,
@@ -215,7 +218,7 @@ class RecordedPass:
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
-        self.recorded = Recorded(self._pass.saved)
+        self.recorded = Recorded(self._pass.saved, self._moves)
         self.missed = 0  # bytes that the process needs at least, if that is more than the limit
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
 
@@ -229,6 +232,8 @@ class RecordedPass:
         if self.following is not None and self.following.whole:
             self._timeline = self._pass.timeline()
         self._pass.close()
+        if self._moves is not None and self.following is not None and not self.following.whole:
+            self._moves.end()
         self.missed = self._pass.missed()
         self.recorded.close()
         if (unit := self._units.freed_first) is not None:
@@ -275,14 +280,16 @@ class RecordedPass:
 class Recorded:
     """What one pass keeps now; after `close`, what it kept when it closed."""
 
-    def __init__(self, saved: Callable[[], Any]) -> None:
+    def __init__(self, saved: Callable[[], Any], moves: Moves | None) -> None:
         self._now: Callable[[], Any] | None = saved
         self._then: Any = None
+        self._moves, self._moved = moves, 0
         self.whys = list(_WHYS)
 
     def close(self) -> None:
         """Store what is kept now."""
         assert self._now is not None
+        self._moved, self._moves = self.moved, None
         self._then, self._now = self._now(), None
 
     @property
@@ -294,6 +301,11 @@ class Recorded:
         """Bytes that are kept."""
         nbytes: int = self._saved.held
         return nbytes
+
+    @property
+    def moved(self) -> int:
+        """Bytes of these that are on the host."""
+        return self._moved if self._moves is None else self._moves.nbytes or self._moves.nbytes_then
 
     @property
     def rebuilt(self) -> int:

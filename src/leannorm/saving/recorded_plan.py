@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons
+from leannorm.saving import host, reasons
 from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
 from leannorm.saving.rates import Rates, of_table_alone, rates_for
@@ -19,11 +19,14 @@ from leannorm.saving.recorded_timeline import Timeline
 class Way:
     """How one pass follows a plan. The log follows it by position, and asks if the pass is not as planned.
 
-    `whys`: the sentences for `Why` in log.h. `log`: what records.
+    `whys`: the sentences for `Why` in log.h. `log`: what records. `moves`: what the pass moves to the host.
     """
 
-    def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
-        self.following, self._whys, self._log = following, whys, log
+    def __init__(
+        self, following: Following, whys: tuple[str, ...], log: Any, moves: host.Moves | None
+    ) -> None:
+        self.following, self._whys, self._log, self._moves = following, whys, log, moves
+        self.moves = moves is not None  # whether the plan chooses what is moved
         # whether the plan may keep a log-softmax's narrower source instead, for which a promised time has no
         # price
         self.narrows = not following.goal.promises_time and log is NODES
@@ -31,25 +34,28 @@ class Way:
         self.failed: Exception | None = None
         self.reasons = Counter[str]()
 
-    def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
+    def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str, bool]:
         """Whether the tensor at this place may be dropped, the plan to follow from here on, and why it is
-        kept: the reason's index in `whys`, and the operator to which the reason applies."""
+        kept: the reason's index in `whys`, and the operator to which the reason applies. Last, whether it is
+        moved if it is kept."""
         following = self.following
         try:
             self._reach(place)
             self._calls.append(call)
             drops = following.rebuilds(self._calls)
-            return drops, self._followed(), *self._why(place)
+            moves = following.plan is None or following.plan.move[place]
+            return drops, self._followed(), *self._why(place), moves
         except Exception as error:  # a plan is never worth an error in the forward pass
             self.failed = error
-            return True, None, 0, ""
+            return True, None, 0, "", True
 
     def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
         """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
         following = self.following
         try:
             read = partial(self.passed, timeline, seconds, places, self.reasons, torch.device(device))
-            share = kept / max(kept + rebuilt, 1)
+            moved = 0 if self._moves is None else self._moves.nbytes_then
+            share = (kept - moved) / max(kept + rebuilt, 1)
             why = following.end(self.calls(places), read, share, lambda: seconds)
             self.reasons.update([] if why is None else [why])
         except Exception as error:  # a plan is never worth an error in the forward pass
@@ -79,7 +85,8 @@ class Way:
             plan = entry.plan
             whys = [self._why(place) for place in range(len(plan.rebuild))]
             reason, of = [why for why, _ in whys], [of for _, of in whys]
-            entry.places = self._log.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
+            drops, moves = list(plan.rebuild), list(plan.move)
+            entry.places = self._log.Places(plan.made_for.calls, drops, moves, reason, of)
         return entry.places
 
     def passed(
@@ -98,12 +105,19 @@ class Way:
         calls = tuple(self.calls(count))
         known = device.type == "cpu" and not of_table_alone()
         taken = [one for _, one in seconds] if known else []
-        return self._priced(told, rates, calls, taken)
+        may_move = self.moves and host.link_of(device) is not None
+        return self._priced(told, rates, calls, taken, may_move)
 
     def _priced(
-        self, told: tuple[Any, ...], rates: Rates, calls: tuple[Call, ...], seconds: list[float]
+        self,
+        told: tuple[Any, ...],
+        rates: Rates,
+        calls: tuple[Call, ...],
+        seconds: list[float],
+        may_move: bool,
     ) -> Pass:
-        timeline = Timeline(told, rates, self.narrows, seconds, codes=self.following.goal.peak is None)
+        codes, link = self.following.goal.peak is None, rates.link if may_move else 0.0
+        timeline = Timeline(told, rates, self.narrows, seconds, codes, link)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {
@@ -123,7 +137,7 @@ class Way:
                 min(before, later[call.name].pop()) if later[call.name] else before
                 for before, call in zip(seconds, timeline.calls, strict=False)
             ]
-            return self._priced(told, rates, calls, least)
+            return self._priced(told, rates, calls, least, may_move)
 
         hooks = rates.hold * len(timeline.saves)
         return Pass(calls, lines, places, hooks=hooks, whys=whys, again=again)

@@ -83,15 +83,17 @@ class Timeline:
         narrows: bool = False,
         seconds: Sequence[float] = (),
         codes: bool = True,
+        link: float = 0.0,
     ) -> None:
         """`narrows`: whether a cast's source may be kept instead of the log-softmax that is made of it.
         `seconds`: what each call took; none on a device that runs behind its host. `codes`: whether what is
-        kept counts in the fewer bytes that it gets some time later."""
+        kept counts in the fewer bytes that it gets some time later. `link`: bytes per second to the host; 0
+        if nothing is moved there."""
         calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         whole = [Value(*value) for value in values]
         self.values = whole if codes else [value._replace(coded=value.storage) for value in whole]
-        self.rates, self._narrows = rates, narrows
+        self.rates, self._narrows, self._link = rates, narrows, link
         self.taken = [*seconds[: len(self.calls)], *[0.0] * (len(self.calls) - len(seconds))]
         self.forward = max(len(self.calls), 1)
         self.born: dict[int, int] = {}  # by memory, the call that made it; -1 if it was there before
@@ -169,22 +171,32 @@ class Timeline:
     @cached_property
     def seconds(self) -> float:
         """The price of the step without a plan."""
-        total, rate = 0.0, self.rates
+        return sum(map(self._of_both, range(len(self.calls))))
+
+    def _of_both(self, number: int) -> float:
+        """Seconds of a call and of its backward pass; 0 if it has none."""
+        call, rate = self.calls[number], self.rates
+        gets = self.differentiated(call)
+        if not gets:
+            return 0.0
+        factors = [read for read in call.reads if read.nbytes and self.values[read.value].is_floating]
+        first = 1 if len(factors) == 3 and call.groups == 0 else 0  # skips what is added to a product
+        frozen = any(read not in gets for read in factors[first : first + 2])
+        item = self.values[call.outs[0]].itemsize
+        seconds = (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
+        moved = sum(read.nbytes for read in gets) + sum(self.values[i].nbytes for i in call.outs)
+        seconds += 2 * rate.call + _PASSES * moved / rate.memory
+        if self.taken[number] > 0:  # the backward pass takes as much longer as the forward pass did
+            seconds *= self.taken[number] / self._of_forward(call)
+        return seconds
+
+    def _of_moments(self) -> list[float]:
+        """Seconds of each moment of both passes, behind which copies are hidden."""
+        seconds = [0.0] * (2 * self.forward)
         for number, call in enumerate(self.calls):
-            gets = self.differentiated(call)
-            if not gets:
-                continue
-            factors = [read for read in call.reads if read.nbytes and self.values[read.value].is_floating]
-            first = 1 if len(factors) == 3 and call.groups == 0 else 0  # skips what is added to a product
-            frozen = any(read not in gets for read in factors[first : first + 2])
-            item = self.values[call.outs[0]].itemsize
-            seconds = (2 if frozen else 3) * call.operations / rate.operations(item, call.groups)
-            moved = sum(read.nbytes for read in gets) + sum(self.values[i].nbytes for i in call.outs)
-            seconds += 2 * rate.call + _PASSES * moved / rate.memory
-            if self.taken[number] > 0:  # the backward pass takes as much longer as the forward pass did
-                seconds *= self.taken[number] / self._of_forward(call)
-            total += seconds
-        return total
+            seconds[number] = self.taken[number] or self._of_forward(call)
+            seconds[self.mirrored(number)] = max(self._of_both(number) - seconds[number], 0.0)
+        return seconds
 
     # ------------------------------------------------------------ memory other than the values
 
@@ -222,8 +234,11 @@ class Timeline:
     def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
         """The lines of the step, and for each of its values the places of the tensors in its memory."""
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
-        for place, value, _ in self.saves:
+        ready: dict[int, int] = {}  # by value that may be moved: when it was first saved
+        for place, value, call in self.saves:
             places[value].update([place] if place >= 0 else ())
+            if place >= 0 and self._link:
+                ready.setdefault(value, call)
         index, planned, behind = dict[int, int](), list[Planned](), list[tuple[int, ...]]()
         held = self._others
         wider: dict[int, int] = {}  # what plain PyTorch keeps in more bytes
@@ -239,10 +254,12 @@ class Timeline:
             if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
                 held += value.storage if value.counts and before else 0
-                made = Planned(value.coded if value.counts and not before else 0, None)
+                counted = value.counts and not before
+                moves = ready.get(i, -1) if counted else -1
+                made = Planned(value.coded if counted else 0, None, ready=moves)
             else:
-                call, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
-                by_result = any(s in call.outs for s in value.inputs)
+                maker, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
+                by_result = any(s in maker.outs for s in value.inputs)
                 seconds = self.price_of(value.call, value.inputs, by_result)
                 if results[value.call] > 1 and not by_result:
                     if value.call not in runs:
@@ -253,9 +270,10 @@ class Timeline:
                 seconds += self.rates.rebuild * len(own)
                 nbytes = value.coded if i in saved else None
                 if i in self.narrow:
-                    nbytes = call.reads[0].nbytes
+                    nbytes = maker.reads[0].nbytes
                     beside.add(len(planned))
-                made = Planned(nbytes, seconds, made_of, again=value.nbytes)
+                moves = -1 if i in self.narrow or i in instead else ready.get(i, -1)
+                made = Planned(nbytes, seconds, made_of, again=value.nbytes, ready=moves)
             if made.nbytes == value.coded:
                 wider[len(planned)] = value.storage
             index[i] = len(planned)
@@ -267,7 +285,9 @@ class Timeline:
                 reads[self.mirrored(call)][index[value]] = None
         backward = [Moment(tuple(reads.get(moment, ()))) for moment in range(self.forward, 2 * self.forward)]
         stock = frozenset(range(len(planned))) - beside
-        step = Step(planned, self.forward, backward, self.memory, stock, self.seconds, held)
+        taken = self._of_moments() if self._link else ()
+        times = self.seconds, held, taken, self._link
+        step = Step(planned, self.forward, backward, self.memory, stock, *times)
         whole = [value._replace(nbytes=wider.get(i, value.nbytes)) for i, value in enumerate(planned)]
         return Lines(step, of_stock(step._replace(values=whole))), tuple(behind)
 

@@ -52,7 +52,7 @@ class AllKept:
     """What an earlier pass at the same place saved, all of it counted as kept."""
 
     def __init__(self, rows: Callable[[], Iterable[Row]], kept: int) -> None:
-        self._rows, self.kept, self.rebuilt = rows, kept, 0
+        self._rows, self.kept, self.rebuilt, self.moved = rows, kept, 0, 0
 
     def rows(self) -> list[Row]:
         """The fields of a `Record` for each tensor."""

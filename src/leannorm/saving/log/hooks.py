@@ -26,6 +26,7 @@ from leannorm.saving.log.tensors import (
     matches,
     share,
     shown,
+    stream_of,
 )
 from leannorm.saving.log.values import DROPPED, HELD, Cause, Why
 from leannorm.saving.log.walk import decide, hold_again
@@ -233,6 +234,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
             x.listed, x.number = True, len(log.listed)
             log.listed.append(v)
     movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= log.policy.smallest
+    movable = movable and (whole.grad_fn is not None or not follower.chooses)
     leaf = (
         whole.grad_fn is None and not movable
     )  # autograd reads the tensor object, even after its data is replaced
@@ -258,7 +260,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         x.held, x.state = alias_of(tensor), HELD
     if shows_more:
         x.call = -1  # it shows memory that its call has not made
-    if movable:
+    if movable and (follower.moves or not follower.chooses):
         log.to_move.append(v)
     if not leaf and drops:
         decide(log, v)
@@ -301,7 +303,9 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
         tensor = x.shown
     elif x.elsewhere is not None:
         if x.rebuilt is None:
-            x.rebuilt = x.elsewhere.bring(x)
+            x.rebuilt, x.rebuilt_on = x.elsewhere.bring(x), stream_of(x.made.device)
+        else:
+            share(x.rebuilt, x.rebuilt_on)
         tensor = x.rebuilt
     elif x.held is not None:
         share(x.held, x.on)

@@ -19,6 +19,8 @@ class Elsewhere:
 
     def __init__(self, bring: Callable[[], Tensor], memory: StorageWeakRef) -> None:
         self._bring, self._memory, self.is_other = bring, memory, True
+        # its memory is about to be written, which a copy that is under way may not see
+        self.settle: Callable[[], None] = getattr(bring, "settle", lambda: None)
 
     def bring(self, x: Value) -> Tensor:
         """The tensor, in its old layout."""
@@ -59,7 +61,8 @@ def hand_over(log: Log) -> None:
     for v in waiting:
         x = log.values[v]
         item = x.made.dtype.itemsize
-        taken = x.elsewhere is not None or x.copied or x.lost or x.shown is not None
+        placed = x.saves or not log.passes[-1].follower.chooses  # otherwise the plan has no place for it
+        taken = not placed or x.elsewhere is not None or x.copied or x.lost or x.shown is not None
         if (
             x.held is None
             or not x.refs

@@ -18,13 +18,19 @@ _WANTS, _HAS_GRADIENT = 1, 2  # bits of a value: it gets a gradient; that is add
 
 
 class Places:
-    """What a plan does with each tensor that a pass saves, in order: drop it, or keep it for a reason."""
+    """What a plan does with each tensor that a pass saves, in order: drop it, or keep it for a reason, and
+    then whether to move it."""
 
     def __init__(
-        self, calls: Iterable[tuple[Any, ...]], drops: list[bool], whys: list[int], of: list[str]
+        self,
+        calls: Iterable[tuple[Any, ...]],
+        drops: list[bool],
+        moves: list[bool],
+        whys: list[int],
+        of: list[str],
     ) -> None:
         causes = map(Cause, whys, of)
-        self.list = list(zip(map(tuple, calls), drops, causes, strict=True))
+        self.list = list(zip(map(tuple, calls), drops, moves, causes, strict=True))
 
 
 def by_plan(policy: Policy) -> Policy:
@@ -41,13 +47,16 @@ def reason_of(x: Value) -> Cause:
 class Follower:
     """How one pass follows a plan. If the pass is not as planned, or has no plan, `ask(place, (kind, sizes,
     strides, dtype, number))` decides. It returns whether the tensor is dropped, the plan from here on, why
-    the tensor is kept, and the operator to which the reason applies."""
+    the tensor is kept, the operator to which the reason applies, and whether it is moved."""
 
     def __init__(self, ask: Callable[..., Any] | None, policy: Policy, first: int) -> None:
         self.ask, self.policy, self.first = ask, policy, first
         self.plan: Places | None = None
         self.place = -1  # that of the last tensor
         self.cause = Cause()
+        # whether the plan chooses what a pass's `hold` gets, and its choice for the last place
+        self.chooses: bool = getattr(getattr(ask, "__self__", None), "moves", False)
+        self.moves = True
         self.times: Times | None = None  # set if a plan may be made from the pass
         self.alive = 0  # how many saved tensors of the pass nodes still have
         # how many there were when a backward pass last began within the pass, and how many of these are left
@@ -73,11 +82,11 @@ class Follower:
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         here = name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, x.number - self.first
         if self.plan is not None and self.place < len(self.plan.list):
-            planned, planned_drops, self.cause = self.plan.list[self.place]
+            planned, planned_drops, self.moves, self.cause = self.plan.list[self.place]
             if planned == here:
                 return planned_drops
         drops: bool
-        drops, self.plan, why, of = self.ask(self.place, here)
+        drops, self.plan, why, of, self.moves = self.ask(self.place, here)
         self.cause = Cause(why, of)
         log.policy = self.policy if self.plan is None else by_plan(self.policy)
         if not self.place and self.plan is not None:

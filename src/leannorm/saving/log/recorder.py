@@ -205,6 +205,8 @@ def about_to_write(log: Log, call: Call, tensor: Tensor, writes: Writes) -> None
         now = x.held if x.elsewhere is None else x.elsewhere.bring(x)
         if x.elsewhere is None or not x.elsewhere.is_other:
             x.held, x.copied, x.state = copy_of(now, x.made), True, HELD
+    if x.elsewhere is not None and not call.rule.reshapes:
+        x.elsewhere.settle()
     memory = log.memories[x.memory]
     memory.sent = memory.sent or call.rule.sends
     if all(number != x.memory for number, _ in writes):

@@ -66,7 +66,7 @@ class Replay:
             return None
         brought: Tensor = x.elsewhere.bring(x)
         if not self.is_trial:
-            x.rebuilt = brought
+            x.rebuilt, x.rebuilt_on = brought, stream_of(x.made.device)
         return brought if x.elsewhere.is_other else self._checked(x, brought)
 
     def used(self, v: int) -> None:
