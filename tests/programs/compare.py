@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ def judge(program, warm=False):
         return Verdict("refused without an edit", verdict.text)
     if verdict.kind == "numbers" and compared(stock, Run(program)()).kind == "numbers":
         return SAME  # of stock too: memory that torch never filled, say
+    still = re.sub(r"swapped\([^,]+,", "swapped(False,", str(program))
+    if verdict.kind == "numbers" and "held=" in still and still != str(program):
+        return judge(parse(still), warm)  # hooks get the data of the moment; plain PyTorch reads a leaf later
     if verdict.kind == "numbers" and "held=COPIES" in str(program) and ".data." in str(program):
         return _edits_of_copies(program, warm)
     return verdict
