@@ -16,23 +16,22 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from leannorm import functional, lean
 from leannorm import nn as lnn
-from leannorm.saving import log, recorded
+from leannorm.saving import cpp_log, log, recorded_pass
 
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
 
 
 def without_nodes(monkeypatch) -> None:
     """`lean()` as it is where the C++ nodes are not built: the log is in Python."""
-    monkeypatch.setattr(recorded, "LOG", recorded.LOG)  # which it is again when the test has ended
-    recorded.record_in(log)
+    monkeypatch.setattr(recorded_pass, "LOG", log)
     for name, module in list(sys.modules.items()):
-        if name.startswith("leannorm.saving.") and hasattr(module, "NODES"):
+        if name.startswith("leannorm.saving.") and module is not cpp_log and hasattr(module, "NODES"):
             monkeypatch.setattr(module, "NODES", None)
 
 
 def forget_trials() -> None:
     """As in a process in which no operator was called again yet."""
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()
 
 
 def assert_trains_as_torch(train: Callable[..., list[Tensor]], settings: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from leannorm.cli import main
 from leannorm.report.operators import KEPT, NOT_TRIED, ON_GPUS, PROGRAMS, REPEATED, WRONG, operator_states
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 from leannorm.saving.operators import OPERATORS
 
 # Of these rows no tensor that a CPU trains through is saved: constants, booleans, gradients, parts of others,
@@ -59,7 +59,7 @@ def test_an_operator_that_draws_random_numbers_is_kept(monkeypatch):
 
 
 def test_a_rebuild_that_is_wrong_falls_short(monkeypatch, capsys):
-    log = recorded.LOG
+    log = recorded_pass.LOG
 
     class Log:
         """What squares read is off."""
@@ -72,7 +72,7 @@ def test_a_rebuild_that_is_wrong_falls_short(monkeypatch, capsys):
             tensor, node = log.record_unpack(packed), torch._C._current_autograd_node()
             return tensor * 2 if node is not None and node.name() == "PowBackward0" else tensor
 
-    monkeypatch.setattr(recorded, "LOG", Log())
+    monkeypatch.setattr(recorded_pass, "LOG", Log())
     assert gelu().state == WRONG
     assert main(["check"]) == 1
     assert "lean(), gradients by operator: aten::silu" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 from leannorm.saving.evidence import RebuildError
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 @pytest.fixture(autouse=True)
 def recording():
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()
 
 
 def network():
@@ -310,13 +310,13 @@ def test_verify_keeps_everything(verify):
 )
 def test_no_pass_is_left(settings, monkeypatch):
     """Each has a log of its own, which nothing that the pass hands to C++ may keep alive."""
-    passes, init = [], recorded.RecordedPass.__init__
+    passes, init = [], recorded_pass.RecordedPass.__init__
 
     def noted(self, *given):
         passes.append(weakref.ref(self))
         init(self, *given)
 
-    monkeypatch.setattr(recorded.RecordedPass, "__init__", noted)
+    monkeypatch.setattr(recorded_pass.RecordedPass, "__init__", noted)
     x = torch.randn(64, 64, requires_grad=True)
     for _ in range(3):
         with lean(**settings) as saved:

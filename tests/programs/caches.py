@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-from leannorm.saving import log, plans, recorded, small, watched
+from leannorm.saving import log, plans, recorded_pass, small, watched
 
 if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not built
-    recorded.record_in(log)
+    recorded_pass.LOG = log
 
 
 def forget():
@@ -19,4 +19,4 @@ def forget():
     watched._WATCHED.clear()
     small._LEFT_ALONE.clear()
     small.SMALL = -1  # but where a program asks for it
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()

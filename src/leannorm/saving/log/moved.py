@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm.saving.log.log import Log
-from leannorm.saving.log.tensors import below, beside, geometry_of, over, sample_of
+from leannorm.saving.log.tensors import below, beside, empty_as, geometry_of, over, sample_of
 from leannorm.saving.log.values import HELD, Value
 
 
@@ -18,7 +18,7 @@ class Elsewhere:
     """A tensor that a user's hooks keep. `is_other`: whether they return it in other memory."""
 
     def __init__(self, bring: Callable[[], Tensor], memory: StorageWeakRef) -> None:
-        self._bring, self._memory, self.is_other = bring, memory, True
+        self._bring, self.memory, self.is_other = bring, memory, True
 
     def bring(self, x: Value) -> Tensor:
         """The tensor, in its old layout."""
@@ -38,15 +38,12 @@ class Elsewhere:
                     f" shape {list(made.sizes)} and dtype {made.dtype} on {made.device}; got shape"
                     f" {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}"
                 )
-            self.is_other = StorageWeakRef(tensor.untyped_storage()) != self._memory
+            self.is_other = StorageWeakRef(tensor.untyped_storage()) != self.memory
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if flat:
                 whole = tensor.is_contiguous() and not tensor.storage_offset()
                 return over((tensor if whole else tensor.contiguous().clone()).untyped_storage(), made)
-            if geometry_of(tensor) == made:
-                return tensor
-            laid = torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device)
-            return laid.copy_(tensor)
+            return tensor if geometry_of(tensor) == made else empty_as(made).copy_(tensor)
 
 
 def hand_over(log: Log) -> None:

@@ -8,41 +8,37 @@ from typing import Any
 
 import torch
 
-from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons
+from leannorm.saving import cpp_log, reasons
 from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
 from leannorm.saving.rates import Rates, of_table_alone, rates_for
-from leannorm.saving.recorded_timeline import Timeline
+from leannorm.saving.reasons import NO_CAUSE, Cause, Why
+from leannorm.saving.timeline import Timeline
 
 
-class Way:
-    """How one pass follows a plan. The log follows it by position, and asks if the pass is not as planned.
+class PlannedPass:
+    """How one pass follows a plan. `narrows`: whether the log can keep a log-softmax's narrower source
+    instead, for which a promised time has no price."""
 
-    `whys`: the sentences for `Why` in log.h. `log`: what records.
-    """
-
-    def __init__(self, following: Following, whys: tuple[str, ...], log: Any) -> None:
-        self.following, self._whys, self._log = following, whys, log
-        # whether the plan may keep a log-softmax's narrower source instead, for which a promised time has no
-        # price
-        self.narrows = not following.goal.promises_time and log is NODES
+    def __init__(self, following: Following, narrows: bool) -> None:
+        self.following, self.narrows = following, narrows and not following.goal.promises_time
         self._calls: list[Call] = []
-        self.failed: Exception | None = None
         self.reasons = Counter[str]()
 
-    def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
-        """Whether the tensor at this place may be dropped, the plan to follow from here on, and why it is
-        kept: the reason's index in `whys`, and the operator to which the reason applies."""
-        following = self.following
+    def drops(self, call: Call) -> tuple[bool, Cause]:
+        """Whether the tensor that is saved now may be dropped; why it is kept if not."""
+        self._calls.append(call)
         try:
-            self._reach(place)
-            self._calls.append(call)
-            drops = following.rebuilds(self._calls)
-            return drops, self._followed(), *self._why(place)
-        except Exception as error:  # a plan is never worth an error in the forward pass
-            self.failed = error
-            return True, None, 0, ""
+            return self.following.rebuilds(self._calls), self.following.why(len(self._calls) - 1)
+        except Exception:  # a plan is never worth an error in the forward pass
+            return True, NO_CAUSE
+
+    def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
+        """The same for the tensor at this place, for C++, which then follows a plan by itself: the plan from
+        here on stands second."""
+        self._reach(place)
+        drops, (why, of) = self.drops(call)
+        return drops, self._followed(), int(why), of
 
     def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
         """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
@@ -67,20 +63,15 @@ class Way:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
 
-    def _why(self, place: int) -> tuple[int, str]:
-        why, _, of = self.following.why(place).partition(": ")
-        return self._whys.index(why), of
-
     def _followed(self) -> Any:
+        """The plan in the form that C++ reads."""
         entry = self.following.entry
-        if entry is None:
-            return None
-        if entry.places is None:
+        if entry is not None and entry.places is None:
             plan = entry.plan
-            whys = [self._why(place) for place in range(len(plan.rebuild))]
-            reason, of = [why for why, _ in whys], [of for _, of in whys]
-            entry.places = self._log.Places(plan.made_for.calls, list(plan.rebuild), reason, of)
-        return entry.places
+            causes = [self.following.why(place) for place in range(len(plan.rebuild))]
+            whys, of = [int(cause.why) for cause in causes], [cause.of for cause in causes]
+            entry.places = cpp_log.Places(plan.made_for.calls, list(plan.rebuild), whys, of)
+        return None if entry is None else entry.places
 
     def passed(
         self,
@@ -107,9 +98,7 @@ class Way:
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {
-            place: reasons.made_of(self._whys[value.why], value.of)
-            for place, value in kept
-            if value.why and not value.makes
+            place: Cause(Why(value.why), value.of) for place, value in kept if value.why and not value.makes
         }
 
         def again(seen: Taken) -> Pass | None:
