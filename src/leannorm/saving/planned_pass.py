@@ -27,18 +27,24 @@ class PlannedPass:
 
     def drops(self, call: Call) -> tuple[bool, Cause]:
         """Whether the tensor that is saved now may be dropped; why it is kept if not."""
-        self._calls.append(call)
         try:
-            return self.following.rebuilds(self._calls), self.following.why(len(self._calls) - 1)
+            return self._drops(call)
         except Exception:  # a plan is never worth an error in the forward pass
             return True, NO_CAUSE
 
     def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str]:
         """The same for the tensor at this place, for C++, which then follows a plan by itself: the plan from
         here on stands second."""
-        self._reach(place)
-        drops, (why, of) = self.drops(call)
-        return drops, self._followed(), int(why), of
+        try:
+            self._reach(place)
+            drops, (why, of) = self._drops(call)
+            return drops, self._followed(), int(why), of
+        except Exception:
+            return True, None, 0, ""
+
+    def _drops(self, call: Call) -> tuple[bool, Cause]:
+        self._calls.append(call)
+        return self.following.rebuilds(self._calls), self.following.why(len(self._calls) - 1)
 
     def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
         """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
