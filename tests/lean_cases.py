@@ -17,7 +17,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 from leannorm import functional, lean
 from leannorm import nn as lnn
-from leannorm.saving import log, recorded
+from leannorm.saving import log, recorded_pass
 
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
 
@@ -25,18 +25,16 @@ IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
 @contextmanager
 def recording_in(module: Any) -> Iterator[None]:
     """Passes are recorded by this log."""
-    before = recorded.LOG
-    recorded.record_in(module)
+    before, recorded_pass.LOG = recorded_pass.LOG, module
     try:
         yield
     finally:
-        recorded.record_in(before)
+        recorded_pass.LOG = before
 
 
 def without_nodes(monkeypatch) -> None:
     """`lean()` as it is where the C++ nodes are not built: the log is in Python."""
-    monkeypatch.setattr(recorded, "LOG", recorded.LOG)  # which it is again when the test has ended
-    recorded.record_in(log)
+    monkeypatch.setattr(recorded_pass, "LOG", log)
     stand_ins.without_nodes(monkeypatch, "saving")
 
 
@@ -54,7 +52,7 @@ def in_a_group(ranks: int = 2) -> Iterator[None]:
 
 def forget_trials() -> None:
     """As in a process in which no operator was called again yet."""
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()
 
 
 def assert_trains_as_torch(train: Callable[..., list[Tensor]], settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from lean_cases import recording_in
 
 from leannorm.cli import main
 from leannorm.report.operators import KEPT, NOT_TRIED, ON_GPUS, PROGRAMS, REPEATED, WRONG, operator_states
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 from leannorm.saving.operators import OPERATORS
 
 # Of these rows no tensor that a CPU trains through is saved: constants, booleans, gradients, parts of others,
@@ -61,7 +61,7 @@ def test_an_operator_that_draws_random_numbers_is_kept(monkeypatch):
 
 
 def test_a_rebuild_that_is_wrong_falls_short(capsys):
-    log = recorded.LOG
+    log = recorded_pass.LOG
 
     class Log:
         """What squares read is off."""

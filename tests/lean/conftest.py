@@ -7,7 +7,7 @@ from lean_cases import without_nodes
 from links import Late, nothing_is_left
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import host, plans, recorded
+from leannorm.saving import host, plans, recorded_pass
 
 CHANCES = {"late": 0.0, "at random": 0.5}
 
@@ -18,7 +18,7 @@ def log(request, monkeypatch):
         without_nodes(monkeypatch)
     elif NODES is None:
         pytest.skip("the C++ nodes are not built")
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()
     plans.KNOWN.clear()
     host._ORDERS.clear()
 

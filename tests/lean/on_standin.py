@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean
-from leannorm.saving import log, recorded, small
-from leannorm.saving.recorded import NODES
+from leannorm.autograd.nodes import NODES
+from leannorm.saving import log, recorded_pass, small
 
 LIBRARY = standin.register()
 DEVICE = torch.device("standin")
@@ -58,7 +58,7 @@ def trained(name, setting, device, cast):
     for turn in range(PASSES):
         torch.manual_seed(turn)
         x = torch.randn(shape).to(device)
-        plain = Passing if recorded.LOG is log else nullcontext
+        plain = Passing if recorded_pass.LOG is log else nullcontext
         around = plain() if setting is None else opened(**setting)
         counts = turn >= LOOKED and device == DEVICE
         LIBRARY.forget()
@@ -273,7 +273,7 @@ def main():
     torch.set_num_threads(1)
     if "--python" in sys.argv:
         sys.argv.remove("--python")
-        recorded.record_in(log)
+        recorded_pass.LOG = log
         del SETTINGS["limit"]  # which the C++ nodes watch
     cases = {f"{name}, {which}": (found, name, which, False) for name in MODELS for which in SETTINGS}
     cases |= {

@@ -15,12 +15,12 @@ from changes_listings import GUARDED, Program, flags_within, scaled_before_edit
 from lean_cases import forget_trials
 from torch import nn
 
-from leannorm.saving import lean, recorded
+from leannorm.saving import lean, recorded_pass
 
 
 @pytest.fixture(autouse=True)
 def all_sizes_are_rebuilt(monkeypatch):
-    monkeypatch.setattr(recorded, "SMALLEST", 1)
+    monkeypatch.setattr(recorded_pass, "SMALLEST", 1)
     forget_trials()
 
 
@@ -142,7 +142,7 @@ def test_a_graph_is_read_twice_and_two_are_alive():
 
 
 def test_nothing_is_left_of_passes_with_and_without_a_backward_pass():
-    net, before = _net(), recorded.LOG.alive()
+    net, before = _net(), recorded_pass.LOG.alive()
     for i in range(20):
         with lean("norm") as saved:
             loss = net(torch.randn(4, 8, 6, 6)).square().sum()
@@ -150,4 +150,4 @@ def test_nothing_is_left_of_passes_with_and_without_a_backward_pass():
             loss.backward()
         assert saved.records
         del loss
-    assert recorded.LOG.alive() == before
+    assert recorded_pass.LOG.alive() == before

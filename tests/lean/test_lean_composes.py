@@ -349,8 +349,8 @@ def test_what_a_checkpoint_puts_out_is_said(setting, reentrant):
         if "budget" in setting:  # the log repeats what ran in the checkpoint
             assert saved.kept_bytes <= 0.4 * (saved.kept_bytes + saved.rebuilt_bytes)
             continue
-        assert saved.reasons[-1].endswith(reasons.CHECKPOINTED)
-        assert {one.why for one in saved.records if one.why} == {reasons.CHECKPOINTED}
+        assert saved.reasons[-1].endswith(reasons.Why.CHECKPOINTED.sentence)
+        assert {one.why for one in saved.records if one.why} == {reasons.Why.CHECKPOINTED.sentence}
 
 
 def test_within_a_checkpoint_it_says_that_it_does_nothing_or_is_at_work():

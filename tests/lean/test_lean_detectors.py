@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.detectors import NETWORKS, images, loss_of, network
 from leannorm import lean
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 
 MOST_HELD = {  # under lean("norm"), lean("conv") and lean(budget=0.25)
     "fasterrcnn": (1.0, 0.76, 0.3),
@@ -78,7 +78,7 @@ def test_an_error_of_boxes(wrong):
     model = network("fcos")
     state = {key: value.clone() for key, value in model.state_dict().items()}
     stock, saving, found = step(model, state, nullcontext()), lean("conv"), []
-    before = recorded.LOG.alive()
+    before = recorded_pass.LOG.alive()
     for context in (nullcontext(), saving):
         with pytest.raises(Exception) as raised, context:  # noqa: PT011
             model(list(images()), [dict(WRONG[wrong]), dict(WRONG[wrong])])
@@ -86,6 +86,6 @@ def test_an_error_of_boxes(wrong):
         del raised  # its frames hold the pass
     assert found[0] == found[1]
     gc.collect()
-    assert recorded.LOG.alive() == before
+    assert recorded_pass.LOG.alive() == before
     assert equal(step(model, state, saving), stock)
     assert saving.rebuilt_bytes > 0

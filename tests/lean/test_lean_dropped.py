@@ -21,7 +21,7 @@ import leannorm
 import leannorm.functional as LF
 from leannorm import lean
 from leannorm.report.operators import PROGRAMS
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 
 SETTINGS = {
     "plain": {},
@@ -55,7 +55,7 @@ def mark(loss):
 
 def left_of(forward, context, ends):
     """The nodes that are left of a pass, and how many saved tensors, without a look by the collector."""
-    references, before = [], recorded.LOG.alive()
+    references, before = [], recorded_pass.LOG.alive()
     with contextlib.suppress(ZeroDivisionError), context as saved:
         loss = forward()
         references += mark(loss)
@@ -67,7 +67,7 @@ def left_of(forward, context, ends):
     if saved is not None:
         assert saved.records
     del loss
-    left = recorded.LOG.alive() - before
+    left = recorded_pass.LOG.alive() - before
     return [reference() for reference in references if reference() is not None] + [left] * bool(left)
 
 
@@ -179,5 +179,5 @@ def test_memory_stays_flat_where_passes_are_dropped_within_one_context():
         for _ in range(6):
             y, r = LF.add_rms_norm(linear(torch.randn(64, 512)), torch.randn(64, 512), (512,), w)
             del y, r
-            alive.append(recorded.LOG.alive())
+            alive.append(recorded_pass.LOG.alive())
     assert len(set(alive[1:])) == 1

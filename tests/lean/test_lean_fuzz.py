@@ -19,7 +19,7 @@ from programs.run import Run
 from programs.shrink import shrink
 from programs.told_apart import SAME, UNSEEN
 
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 
 
 @pytest.mark.conformance
@@ -63,7 +63,7 @@ def test_what_the_programs_are_made_of():
 def test_a_planted_error_of_one_bit_is_found_and_made_short(monkeypatch):
     """One bit of one element that a norm's backward pass reads is off."""
     with monkeypatch.context() as planted:
-        planted.setattr(recorded, "LOG", WithOneBitOff())
+        planted.setattr(recorded_pass, "LOG", WithOneBitOff())
         found = [seed for seed in range(120) if judge(generate(seed)).kind == "numbers"]
         shrunk = [shrink(generate(seed), judge(generate(seed)))[0] for seed in found[:2]]
     planted = [program for program in shrunk if judge(program).kind == "same"]
@@ -72,7 +72,7 @@ def test_a_planted_error_of_one_bit_is_found_and_made_short(monkeypatch):
     assert all("Norm" in str(program) or "_norm" in str(program) for program in planted)
 
 
-LOG = recorded.LOG
+LOG = recorded_pass.LOG
 
 
 class WithOneBitOff:

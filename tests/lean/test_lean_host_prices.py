@@ -11,7 +11,7 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.planning.moves import Away, Moving
-from leannorm.saving import host, plans, reasons, recorded_plan
+from leannorm.saving import host, planned_pass, plans, reasons
 from leannorm.saving.rates import table
 
 
@@ -73,7 +73,7 @@ def bandwidth(log, monkeypatch):
 
     def is_set(to):
         rates = table(torch.device("cpu"))._replace(link=to)
-        monkeypatch.setattr(recorded_plan, "rates_for", lambda goal, device: (rates, None))
+        monkeypatch.setattr(planned_pass, "rates_for", lambda goal, device: (rates, None))
         plans.KNOWN.clear()
 
     yield is_set

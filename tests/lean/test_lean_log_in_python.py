@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import log, plans, reasons, recorded
+from leannorm.saving import cpp_log, log, plans, reasons, recorded_pass
 from leannorm.saving.log.recorder import THREAD
 
 SETTINGS = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.5}]
@@ -67,15 +67,15 @@ def test_trains_as_stock_and_keeps_less(name, settings):
     ours, saved = trained(make, x, lambda: lean(**settings))
     assert all(map(torch.equal, stock, ours))
     assert saved.rebuilt_bytes > 0
-    assert recorded.LOG is log
+    assert recorded_pass.LOG is log
 
 
 @pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_keeps_what_cpp_keeps(settings, monkeypatch):
     x, kept = torch.randn(4, 3, 16, 16), []
-    for module in (NODES, log):
-        recorded.record_in(module)
+    for module in (cpp_log, log):
+        recorded_pass.LOG = module
         plans.KNOWN.clear()
         kept.append(trained(images, x, lambda: lean(**settings))[1].kept_bytes)
     assert kept[0] == kept[1]
@@ -115,6 +115,26 @@ def test_a_mode_of_the_program_that_begins_within_and_ends_behind():
     assert torch._C._len_torch_dispatch_stack() == 0
     assert counting.count >= 5
     assert torch.equal(torch.autograd.grad(y, x)[0], -x.sin().sin() * x.cos())
+
+
+def test_the_mode_that_watches_is_below_those_of_the_program_and_leaves_last():
+    """What the program can write, and a rebuild needs, is watched behind the pass."""
+    weight, counting = torch.randn(64, 64, requires_grad=True), Counting()
+    found = []
+    for context in (nullcontext, lambda: lean("norm")):
+        with context():
+            h = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) @ weight
+            unused, loss = h.norm(), (F.relu(h) * 2).exp().sum()
+        watched = torch._C._len_torch_dispatch_stack()
+        with counting, context():
+            weight.exp()
+        assert torch._C._len_torch_dispatch_stack() == watched
+        h.detach().zero_()
+        found.append(torch.autograd.grad(loss, weight)[0])
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch.equal(*found)
+    assert watched == 1
+    assert unused.isfinite()
 
 
 def test_what_is_about_to_be_written_is_copied():

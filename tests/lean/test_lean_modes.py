@@ -109,7 +109,7 @@ def test_a_mode_that_changes_nothing_costs_no_bytes(setting, inside):
 @needs_nodes
 def test_what_a_mode_made_outside_of_torch_is_kept_and_told():
     _, saved = trained(Outside, SETTINGS["norm"], False)
-    assert any(reasons.MODE in reason for reason in saved.reasons)
+    assert any(reasons.Why.MODE.sentence in reason for reason in saved.reasons)
 
 
 @needs_nodes

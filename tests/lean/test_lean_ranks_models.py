@@ -59,7 +59,7 @@ def test_a_decoder_cut_by_torchs_plans_holds_what_would_need_a_message_and_littl
 ) -> None:
     for share, why in ranks(2, decoders, plan, group_timeout=30.0):
         assert share <= most + 0.01  # the log copies weights of up to 16 KiB, which are 1 % here
-        needs = sum(reason == reasons.COLLECTIVE for reason in why)
+        needs = sum(reason == reasons.Why.COLLECTIVE.sentence for reason in why)
         assert needs >= 4 if plan != "one rank" else not needs, why
 
 
@@ -77,9 +77,9 @@ def norm_of_a_sum_under_way(rank: int) -> tuple[list[str], list[str]]:
 
 def test_what_a_collective_gave_is_told_as_that() -> None:
     for of_pass, why in ranks(2, norm_of_a_sum_under_way):
-        assert reasons.COLLECTIVE in why
+        assert reasons.Why.COLLECTIVE.sentence in why
         assert reasons.SUBCLASSES not in of_pass
-        assert any(reasons.COLLECTIVE in sentence for sentence in of_pass)
+        assert any(reasons.Why.COLLECTIVE.sentence in sentence for sentence in of_pass)
 
 
 # ------------------------------------------------ experts, each on a rank

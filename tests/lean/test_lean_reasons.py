@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from leannorm.saving import lean, make_lean, reasons
+
+LOG = Path(__file__).parents[2] / "csrc" / "nodes" / "record" / "log.h"
 
 
 def hooks_are_open():
@@ -267,3 +271,9 @@ def test_a_pass_that_follows_a_plan_says_what_its_first_one_did(with_and_without
         assert any("made of outputs of aten::rrelu_with_noise" in reason for reason in saved.reasons)
         loss.backward()
     assert heard[0] == heard[1] == heard[2] == heard[3]
+
+
+def test_reasons_have_the_numbers_that_cpp_gives():
+    (names,) = re.findall(r"enum class Why : uint8_t \{ (.*?) \}", LOG.read_text())
+    of_cpp = [re.sub(r"(?<!^)(?=[A-Z])", "_", name[1:]).upper() for name in names.split(", ")]
+    assert of_cpp == [why.name for why in reasons.Why]

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from leannorm import lean
-from leannorm.autograd.nodes import NODES
+from leannorm.saving import recorded_pass
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:leannorm. (budget|more is kept|lean.. saw no tensor)"),
-    pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built"),
+    pytest.mark.usefixtures("with_and_without_nodes"),
 ]
 
 
@@ -138,18 +138,18 @@ def test_nothing_is_watched_when_it_is_over(end):
 
     for _ in range(3):
         h, log, loss = run()
-        assert NODES.exposed() == 1
+        assert recorded_pass.LOG.exposed() == 1
         if end == "not needed":
             h.detach().zero_()
         elif end == "backward":
             loss.backward()
         else:
             del loss
-        assert NODES.exposed() == 0
+        assert recorded_pass.LOG.exposed() == 0
         del h, log
     with lean("norm"):
         loss = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))(
             torch.randn(64, 64)
         ).sum()
-    assert NODES.exposed() == 0  # nobody has what it is made of
+    assert recorded_pass.LOG.exposed() == 0  # nobody has what it is made of
     loss.backward()

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 from leannorm.saving.evidence import RebuildError
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 @pytest.fixture(autouse=True)
 def recording():
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()
 
 
 def network():
@@ -311,7 +311,7 @@ def test_no_pass_is_left(settings):
     """Each has a log of its own, which nothing that the pass hands to C++ may keep alive."""
 
     def passes():
-        return sum(type(one) is recorded.RecordedPass for one in gc.get_objects())
+        return sum(type(one) is recorded_pass.RecordedPass for one in gc.get_objects())
 
     gc.collect()
     before, x = passes(), torch.randn(64, 64, requires_grad=True)

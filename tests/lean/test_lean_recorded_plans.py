@@ -154,7 +154,7 @@ def test_what_a_plan_keeps_says_so():
     for _ in range(2):
         run.step(lean(budget=0.6))
     whys = {record.why for record in run.saved.records if not record.rebuilt and record.node}
-    assert reasons.PLANNED in whys
+    assert reasons.Why.PLANNED.sentence in whys
 
 
 def test_sums_in_a_row_are_planned_where_a_first_pass_keeps_some():

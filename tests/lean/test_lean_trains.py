@@ -89,10 +89,6 @@ def test_what_another_branch_alone_has_saved_is_edited(of, done, settings, with_
             seen += torch.autograd.grad(loss, parameters)
         return seen
 
-    if done and not with_and_without_nodes:  # the log in Python sees no edit behind the pass
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            assert_trains_as_torch(train, settings)
-        return
     assert_trains_as_torch(train, settings)
 
 

@@ -12,10 +12,11 @@ from lean_ranks import searching
 from ranks import ranks
 from torch import Tensor, nn
 
-from leannorm.saving import reasons
+from leannorm.saving.reasons import Why
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
+SHARDED = Why.FREED.sentence
 SETTINGS: list[dict[str, Any]] = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 
 
@@ -136,10 +137,10 @@ def test_what_reads_weights_that_are_freed_by_then_is_held_and_said_with_the_wra
             norm, conv, _ = held
             if units == "blocks":
                 assert conv < 0.3 < norm, (name, held)
-                assert not any(reasons.SHARDED in reason for reason in told), told
+                assert not any(SHARDED in reason for reason in told), told
             else:
                 assert conv < 0.66, (name, held)
-                assert any(reasons.SHARDED in reason and "on each Block" in reason for reason in told), told
+                assert any(SHARDED in reason and "on each Block" in reason for reason in told), told
 
 
 class Scores(nn.Module):
@@ -189,4 +190,4 @@ def test_a_loss_within_the_model_is_rebuilt_and_one_outside_is_held() -> None:
     assert not told
     outside, told = ranks(2, scored, False)[0]
     assert outside >= within + 64 * 256 * 4
-    assert any(reasons.SHARDED in reason and "within" in reason for reason in told), told
+    assert any(SHARDED in reason and "within" in reason for reason in told), told

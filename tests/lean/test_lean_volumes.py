@@ -15,7 +15,7 @@ import torch
 from benchmarks import held, record, trainers
 from benchmarks.volumes import UNet, lacking, loss_of, measure, volumes
 from leannorm import lean
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 
 SETTINGS = [{}, {"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}]
 
@@ -69,14 +69,14 @@ def test_what_a_setting_rebuilds():
 
 def test_a_volume_too_small_for_its_stages():
     """As stock, with stock's error, and nothing left behind."""
-    model, found, before = UNet("transposed", "max"), [], recorded.LOG.alive()
+    model, found, before = UNet("transposed", "max"), [], recorded_pass.LOG.alive()
     for saving in (nullcontext(), lean("conv")):
         with pytest.raises(Exception) as raised:  # noqa: PT011
             gradients(model, torch.randn(2, 1, 1, 1, 1), saving)
         found.append((raised.type, str(raised.value)))
         del raised  # its frames hold the pass
     assert found[0] == found[1]
-    assert recorded.LOG.alive() == before
+    assert recorded_pass.LOG.alive() == before
     x = torch.randn(2, 1, 16, 16, 16)
     assert equal(gradients(model, x, saving), gradients(model, x, nullcontext()))
 

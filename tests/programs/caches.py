@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 
-from leannorm.saving import log, recorded, remembered
+from leannorm.saving import log, recorded_pass, remembered
 
 if os.environ.get("PROGRAMS_LOG") == "python":  # as where the C++ nodes are not built
-    recorded.record_in(log)
+    recorded_pass.LOG = log
 
 
 def forget():
     """As in a fresh process."""
     remembered.forget()
     os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # except where a program asks for it
-    recorded.LOG.forget_trials()
+    recorded_pass.LOG.forget_trials()

@@ -27,7 +27,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from leannorm import lean
-from leannorm.saving import recorded
+from leannorm.saving import recorded_pass
 from leannorm.saving.evidence import same_bits
 
 LAYERS = {"product": lambda x: x * 1.0, "leaky relu": nn.LeakyReLU(1.0), "copy": torch.clone}
@@ -106,7 +106,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's own tests
-    recorded.SMALLEST = 1
+    recorded_pass.SMALLEST = 1
     os.environ["LEANNORM_SMALL_BYTES"] = "-1"
     layers, policies = (["product"], ["conv"]) if options.most else (list(LAYERS), ["norm", "conv"])
     count, wrong, rebuilt = 0, 0, set()

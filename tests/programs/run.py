@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leannorm.saving import lean, make_lean, recorded
+from leannorm.saving import lean, make_lean, recorded_pass
 from programs.functions import Interrupt, gradient_of, own_settings, settings
 from programs.language import NAMESPACE
 
@@ -243,13 +243,13 @@ class LeanRun(Run):
     lean = staticmethod(lean)
 
     def __init__(self, program):
-        self._before = recorded.LOG.alive()
+        self._before = recorded_pass.LOG.alive()
         super().__init__(program)
 
     def _left(self):
         """Tensors that are still saved in a pass of this program; what others had left, in cycles, may have
         been collected meanwhile, so that there are fewer than before."""
-        return max(0, recorded.LOG.alive() - self._before)
+        return max(0, recorded_pass.LOG.alive() - self._before)
 
     def _held_by_torch(self):
         """After an error torch's engine keeps nodes that it had not come to, until it comes to the next of

@@ -77,7 +77,7 @@ inline bool is_parameter(const Tensor& t) {
   return is == 1;
 }
 
-// The functions of saving/recorded.py that C++ calls.
+// The functions that saving/cpp_log.py sets, and C++ calls.
 struct OfPython {
   py::object others;               // unpacks what small passes have packed
   py::object in_rows, unbuilt;     // whether a log-softmax's gradient has the same bits by rows; a stand-in for one, or None

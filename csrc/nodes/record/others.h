@@ -48,7 +48,7 @@ inline bool are_hooks_of_others() {
   PyObject* const unpack = unpack_of_others();
   if (unpack == nullptr) return false;
   const py::gil_scoped_acquire gil;
-  return !is_of_checkpoint(unpack) && !is_of_module(unpack, "leannorm.saving.unpacking");
+  return !is_of_checkpoint(unpack) && !is_of_module(unpack, "leannorm.saving.small");
 }
 
 // Whether the tensor is the output of a checkpoint that is an autograd function (use_reentrant=True).

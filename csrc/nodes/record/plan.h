@@ -193,7 +193,7 @@ inline int64_t bytes_when_kept(const Log& log, const Value& x) {
   return from && x.made.fills(x.storage_bytes) ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*from)) : x.storage_bytes;
 }
 
-// The calls from `first` on, all values, what was saved, and the bytes of `others`, as recorded_timeline.py reads them.
+// The calls from `first` on, all values, what was saved, and the bytes of `others`, as saving/timeline.py reads them.
 inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t others) {
   const Times& times = *of.times;
   const auto start = static_cast<int>(std::min(first, log.calls.size()));

@@ -17,6 +17,7 @@ from torch import fx
 
 from leannorm.functional.graphs import arguments
 from leannorm.saving.operators import OPERATORS
+from leannorm.saving.operators import operations as operations_of
 from leannorm.saving.rates import Rates
 
 _IN_A_GRAPH = {"window": "pass", "empty": "fused"}  # kinds that make no difference to a compiler
@@ -112,16 +113,12 @@ def operations(node: fx.Node) -> int:
         return 0
     if name == "convolution_backward":
         return 2 * 2 * prod(inputs[0]) * prod(inputs[2][1:])
-    if how == "convolution":
-        moving = inputs[0] if node.args[6] else outputs[0]
-        return 2 * prod(moving) * prod(inputs[1][1:])
-    if how == "matrix":
-        left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
-        return 2 * prod(outputs[0]) * left[-1]
-    if "scaled_dot_product" in name:  # with the backward pass
-        query, key = inputs[1:3] if "backward" in name else inputs[:2]
-        return (10 if "backward" in name else 4) * prod(query) * key[-2]
-    return 0
+    if "scaled_dot_product" in name and "backward" in name:
+        return 10 * prod(inputs[1]) * inputs[2][-2]
+    how = "attention" if "scaled_dot_product" in name else how
+    first = int(name in ("addmm", "baddbmm"))  # they add another tensor to the product
+    transposed = how == "convolution" and bool(node.args[6])
+    return operations_of(how, inputs[first], inputs[first + 1], outputs[0], transposed) if how else 0
 
 
 def seconds(node: fx.Node, read: int, written: int, rates: Rates, channels_last: bool) -> float:

@@ -17,11 +17,10 @@ from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_of_bytes
 from leannorm._untouched import left_alone, random_state, untouched
-from leannorm.autograd.nodes import NODES
 from leannorm.planning.goal import bytes_of
 from leannorm.report.fake import fake_step, fakes
 from leannorm.report.settings import LEAN, Setting, code_of, settings_for
-from leannorm.saving import recorded
+from leannorm.saving import log, recorded_pass
 from leannorm.saving.remembered import nothing_remembered
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # tensors of state for each parameter
@@ -118,7 +117,7 @@ class FitReport(Report):
             yield (
                 f"{same}, as parameters and optimizer, which lean() leaves, take {there} of {self.available}."
             )
-        elif equal and recorded.LOG is not NODES:
+        elif equal and recorded_pass.LOG is log:
             yield (
                 f"{same}: what lean() rebuilds is not seen on tensors without data, with which batches are"
                 " tried, as leannorm was installed without the C++ nodes; profile measures it."

@@ -16,6 +16,15 @@ class RebuildError(LeannormError, RuntimeError):
     """A rebuilt tensor is not the one that the forward pass saved."""
 
 
+def edited(tensor: str, version: int, expected: int) -> RuntimeError:
+    """Autograd's own error of an edit, and what to do."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation:"
+        f" [{tensor}] is at version {version}; expected version {expected} instead: edit a copy of it, or"
+        " edit it after backward()"
+    )
+
+
 def is_parameter(tensor: Tensor) -> bool:
     """Whether it is a parameter, frozen or not, or a view of one: those exist without autograd too."""
     base = tensor._base

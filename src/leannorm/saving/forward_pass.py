@@ -14,18 +14,17 @@ from leannorm.head import Heads, Told
 from leannorm.ops.modes import recording
 from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
-from leannorm.saving import limit, reasons, recorded, small, timing, watched
+from leannorm.saving import limit, reasons, recorded_pass, small, timing, watched
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.recorded import RecordedPass
-from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made
+from leannorm.saving.recorded_pass import RecordedPass
+from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made, unpack
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
-from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
 from leannorm.saving.watched import Watch
 
@@ -94,8 +93,8 @@ class ForwardPass:
         if self._first is None:
             pack = self._begin()
             if self._timer is not None:
-                pack = timed = TimedPack(pack, recorded.LOG.record_unpack, self._timer)
-        self._set = self._stack.enter_context(PassHooks(pack, recorded.LOG.record_unpack))
+                pack = timed = TimedPack(pack, recorded_pass.LOG.record_unpack, self._timer)
+        self._set = self._stack.enter_context(PassHooks(pack, recorded_pass.LOG.record_unpack))
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -141,7 +140,7 @@ class ForwardPass:
     def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         if self._is_plain:
             self._following = None  # its first tensor is not that of a planned pass
-        return self._begin(True), recorded.LOG.record_unpack
+        return self._begin(True), recorded_pass.LOG.record_unpack
 
     @property
     def _is_left(self) -> bool:
@@ -310,4 +309,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Whether the hooks that are set now are not `lean`'s."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, recorded.LOG.record_unpack)
+    return top is not None and top[1] not in (unpack, recorded_pass.LOG.record_unpack)

@@ -10,8 +10,7 @@ from leannorm.saving.aside import PassHooks
 from leannorm.saving.forward_pass import ForwardPass, Settings, refusal
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.plan import RebuildPlan
-from leannorm.saving.small import Alone, FirstTensor, nodes_made
-from leannorm.saving.unpacking import unpack
+from leannorm.saving.small import Alone, FirstTensor, nodes_made, unpack
 
 
 def pass_at(settings: Settings, ledger: Ledger, line: Hashable) -> ForwardPass:

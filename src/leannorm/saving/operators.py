@@ -16,9 +16,14 @@ again. `OPERATORS` lists the others, by name. Its kinds:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Literal, NamedTuple
 
 Kind = Literal["view", "fused", "reduced", "pass", "window", "product", "empty", "once"]
+VIEW, ONCE, CHEAP, SUM, PRODUCT = range(5)
+"""What a rebuild by calls counts, as `Kind` in rules.h."""
+_COUNTS = {"view": VIEW, "once": ONCE, "empty": ONCE, "product": PRODUCT, "window": PRODUCT}
 
 
 class Operator(NamedTuple):
@@ -41,6 +46,23 @@ class Operator(NamedTuple):
     moves: bool = False
     instead: str = ""
     sources: tuple[int | str | None, ...] = ()
+
+    @property
+    def counts(self) -> int:
+        """As what a rebuild counts it."""
+        return SUM if self.adds else _COUNTS.get(self.kind, CHEAP)
+
+
+_Sizes = Sequence[int]
+
+
+def operations(formula: str, left: _Sizes, right: _Sizes, out: _Sizes, transposed: bool = False) -> int:
+    """Multiplications and additions of a product of tensors of these sizes; `transposed`: the convolution."""
+    if formula == "convolution":
+        return 2 * prod(left if transposed else out) * prod(right[1:])
+    if formula == "matrix":
+        return 2 * prod(out) * left[-1]
+    return 4 * prod(left) * right[-2] if formula == "attention" else 0
 
 
 def _rows(kind: Kind, names: str, space: str = "aten", **fields: object) -> dict[str, Operator]:

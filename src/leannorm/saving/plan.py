@@ -15,6 +15,7 @@ from leannorm.planning.lines import Lines
 from leannorm.planning.plan import Plan, by_overhead
 from leannorm.planning.plan import plan as point_for
 from leannorm.planning.timeline import Outcome
+from leannorm.saving.reasons import Cause
 
 Taken = list[tuple[str, float]]  # by call of an operator, its name and the seconds that it took
 Call = tuple[Any, ...]  # node, shape, strides and dtype of a saved tensor, and its number among all of them
@@ -32,7 +33,7 @@ class Pass(NamedTuple):
     lines: Lines
     places: tuple[tuple[int, ...], ...]
     hooks: float = 0.0  # seconds that the hooks themselves take if everything is kept
-    whys: Mapping[int, str] = {}
+    whys: Mapping[int, Cause] = {}
     again: Callable[[Taken], Pass | None] | None = None
 
     def without_lines(self) -> Pass:

@@ -11,7 +11,9 @@ from leannorm.planning.goal import Goal
 from leannorm.planning.loop import Loop
 from leannorm.saving import reasons
 from leannorm.saving.plan import Call, Pass, RebuildPlan, Taken, plan, rungs, size, structure
+from leannorm.saving.reasons import Cause, Why
 
+_PLANNED = Cause(Why.PLANNED)
 _MAX_PLANS = 256
 _ANEW = 16  # passes until a plan is made again, as a later pass may rebuild what the first could not
 _MORE = 4  # each time, this many times as many passes
@@ -161,9 +163,9 @@ class Following:
         """The plan that is followed now."""
         return self._entry
 
-    def why(self, place: int) -> str:
+    def why(self, place: int) -> Cause:
         """Why a tensor is kept that the plan does not rebuild."""
-        return reasons.PLANNED if self.plan is None else self.plan.made_for.whys.get(place, reasons.PLANNED)
+        return _PLANNED if self.plan is None else self.plan.made_for.whys.get(place, _PLANNED)
 
     def end(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -92,42 +93,55 @@ HEAD_OF_UNITS = (
     "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
     " free a layer's weight before its logits are read"
 )
-# Why an operation's output is kept, as `records` give it
-NEVER = "lean() does not call it again, as it draws random numbers, sends, or writes into its arguments"
-NOT_REPEATED = "this setting does not repeat it"
-NOT_AT_HAND = "what it was made of is not at hand"
-PLANNED = "the plan keeps it"
-TOO_DEEP = "too many steps in a row lead to it from what is kept"
-OTHER_BITS = "a rebuild had other bits"
-EDITED = "it was edited in a way that its operation does not show"
-SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
-COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
-UNSEEN = "lean() did not see the operator that made it, as in compiled code or a kernel of your own"
-OTHER_FLAGS = "its operator ran on tensors that lean() does not rebuild"
-MODE = "a mode (TorchDispatchMode) returned it, not an operator that the mode called"
-UNTRIED = "its operator was not tried before a CUDA graph's capture, or on values that tell nothing"
-TIMED = "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark) and may choose another one"
-CHECKPOINTED = "a checkpoint made it, inside which lean() does nothing; use one of the two there"
-OTHER_THREAD = "it was saved by a thread that did not open lean(), as with torch.jit.fork"
-KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
-SMALLER = "each is much smaller than the largest tensor of the pass, and a rebuild takes as many calls"
-_ALWAYS_SAID = (
-    CHECKPOINTED,
-    OTHER_THREAD,
-    KEPT,
-    SMALLER,
-    NEVER,
-    NOT_AT_HAND,
-    TOO_DEEP,
-    OTHER_BITS,
-    EDITED,
-    COLLECTIVE,
-    SHARDED,
-    UNSEEN,
-    OTHER_FLAGS,
-    MODE,
-    UNTRIED,
-)  # any other reason is given only if next to nothing is rebuilt
+
+
+class Why(IntEnum):
+    """Why an operation's output is kept, as `records` give it. In the order of `Why` in log.h."""
+
+    sentence: str
+
+    def __new__(cls, sentence: str) -> Why:
+        """Number the sentences."""
+        made = int.__new__(cls, len(cls.__members__))
+        made._value_, made.sentence = len(cls.__members__), sentence
+        return made
+
+    NONE = ""
+    NEVER = "lean() does not call it again, as it draws random numbers, sends, or writes into its arguments"
+    NOT_REPEATED = "this setting does not repeat it"
+    NOT_AT_HAND = "what it was made of is not at hand"
+    TOO_DEEP = "too many steps in a row lead to it from what is kept"
+    OTHER_BITS = "a rebuild had other bits"
+    EDITED = "it was edited in a way that its operation does not show"
+    SMALLER = "each is much smaller than the largest tensor of the pass, and a rebuild takes as many calls"
+    UNKNOWN = "lean() did not see the operator that made it, as in compiled code or a kernel of your own"
+    FLAGS = "its operator ran on tensors that lean() does not rebuild"
+    PLANNED = "the plan keeps it"
+    COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
+    FREED = "a rebuild would read weights that were freed by then, as sharding does"
+    CHECKPOINTED = "a checkpoint made it, inside which lean() does nothing; use one of the two there"
+    ALONE = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
+    MODE = "a mode (TorchDispatchMode) returned it, not an operator that the mode called"
+    UNTRIED = "its operator was not tried before a CUDA graph's capture, or on values that tell nothing"
+    TIMED = (
+        "cuDNN times a convolution's algorithms (torch.backends.cudnn.benchmark) and may choose another one"
+    )
+
+
+class Cause(NamedTuple):
+    """Why a tensor is kept, and the operator to which that applies if it is not the one that made it."""
+
+    why: Why = Why.NONE
+    of: str = ""
+
+    def in_words(self) -> str:
+        """The sentence, with the operator."""
+        return f"{self.why.sentence}: {self.of}" if self.why and self.of else self.why.sentence
+
+
+NO_CAUSE = Cause()
+_SAID_IF_NOTHING_IS_REBUILT = Why.NOT_REPEATED, Why.PLANNED, Why.TIMED
+_ALWAYS_SAID = tuple(why.sentence for why in Why if why and why not in _SAID_IF_NOTHING_IS_REBUILT)
 
 STRAYED = (
     "no plan fits this pass, whose tensors or sizes differ from those of passes before: it rebuilds all that"
@@ -166,18 +180,8 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
         if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):
             reason, _, at_fault = why.partition(": ")
             made_of = f", made of outputs of {at_fault}" if at_fault else ""
-            whose = "what was saved within" if why == KEPT else "outputs of"
+            whose = "what was saved within" if why == Why.ALONE.sentence else "outputs of"
             yield f"{share:.2f} of the bytes are {whose} {node}{made_of}, and kept: {reason}"
-
-
-def made_of(why: str, operator: str) -> str:
-    """The reason, with the operator to which it applies if that is not the one that made the tensor."""
-    return f"{why}: {operator}" if why and operator else why
-
-
-def of_collective(tensor: Tensor) -> str:
-    """The reason if the tensor is a DTensor's local tensor of a collective that still runs, else ""."""
-    return COLLECTIVE if hasattr(type(tensor), "trigger_wait") else ""
 
 
 def sharded(unit: str, around: str) -> str:
@@ -187,7 +191,7 @@ def sharded(unit: str, around: str) -> str:
         if around
         else "compute it, such as the loss, within"
     )
-    return f"{SHARDED} (of a {unit}); {wrap}"
+    return f"{Why.FREED.sentence} (of a {unit}); {wrap}"
 
 
 def dear(hooks: float, overhead: float) -> str:

@@ -9,16 +9,17 @@ over the incoming one if nothing else refers to that. Every other operator gets 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from leannorm.autograd.nodes import NODES
 from leannorm.ops.modes import capturing, in_no_mode
 from leannorm.saving.evidence import layout, same_bits
 from leannorm.saving.flags import Flags, without_autocast
@@ -52,6 +53,14 @@ def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]
 
 
 def fits(tensor: Tensor, flags: Flags) -> bool:
+    """Whether the gradient of such a log-softmax may read it some rows at a time."""
+    try:
+        return _fits(tensor, flags)
+    except Exception:  # then it is rebuilt as a whole
+        return False
+
+
+def _fits(tensor: Tensor, flags: Flags) -> bool:
     """Whether such a log-softmax over its last dim has the same bits in parts. Tried once per layout."""
     if not _SUPPORTED or type(tensor) is not Tensor or not tensor.is_contiguous():
         return False
@@ -106,23 +115,33 @@ def _without_values(like: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-class Source(Protocol):
-    """A log-softmax that can be rebuilt as a whole or by rows."""
+class Source:
+    """A log-softmax that was dropped by a pass that C++ records, and can be rebuilt as a whole or by rows."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    device = torch.device("cpu")
 
-    def skip(self) -> None: ...
+    def __init__(self, saved: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self._saved, self.shape, self.dtype = saved, torch.Size(shape), dtype
 
-    def read(self) -> Tensor: ...
+    def skip(self) -> None:
+        """Note that a reader needed no rebuild."""
+        NODES.record_skip(self._saved)
 
-    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]: ...
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        tensor: Tensor = NODES.record_unpack_now(self._saved)
+        return tensor
+
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
+        """The tensor from whose rows these are made, and the casts in between. It can be read once."""
+        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+        return made
 
 
-def stand_in(value: Source) -> Tensor | None:
-    """A tensor without memory for the node that reads `value` now; None if the node needs the tensor."""
-    return Unbuilt(value, value.shape, value.dtype, value.device) if _may_be_unbuilt() else None
+def stand_in(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
+    """A tensor without memory for the node that reads now what was `saved`; None if it needs the tensor."""
+    value = Source(saved, shape, dtype)
+    return Unbuilt(value, value.shape, dtype, value.device) if _may_be_unbuilt() else None
 
 
 def _may_be_unbuilt() -> bool:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from leannorm._errors import InputError
 from leannorm._torch import left_to_python
-from leannorm.saving.evidence import is_parameter
+from leannorm.saving.evidence import edited, is_parameter
 from leannorm.saving.shards import as_plain, nbytes_of
-from leannorm.saving.timing import Timer
+from leannorm.saving.timing import Timed, Timer
 
 if TYPE_CHECKING:
     from leannorm.saving.aside import PassHooks
@@ -185,8 +185,14 @@ def read(kept: Kept) -> Tensor:
         if tensor._version == version:
             return tensor
         shape = tensor.numel() if tensor.is_nested else list(tensor.shape)
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [{tensor.type()} {shape}] is at version {tensor._version}; expected version"
-            f" {version} instead: edit a copy of it, or edit it after backward()"
-        )
+        raise edited(f"{tensor.type()} {shape}", tensor._version, version)
+
+
+@left_to_python
+def unpack(packed: Kept | Timed) -> Tensor:
+    """The unpack hook of passes that are not recorded: it gets tensors, and a timed pass's first one."""
+    if not isinstance(packed, Timed):
+        return read(packed)
+    packed.timer.reach()
+    tensor: Tensor = packed.unpack()
+    return tensor

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._torch import left_to_python
-from leannorm.saving.log.log import Log
+from leannorm.saving.evidence import edited, is_parameter
+from leannorm.saving.log.log import Alive, Log
 from leannorm.saving.log.recorder import COMPILED, FAILED, OWN, THREAD, is_of_checkpoint
 from leannorm.saving.log.replay import Replay
 from leannorm.saving.log.tensors import (
@@ -28,32 +30,23 @@ from leannorm.saving.log.tensors import (
     shown,
     stream_of,
 )
-from leannorm.saving.log.values import DROPPED, HELD, Cause, Why
+from leannorm.saving.log.values import DROPPED, HELD
 from leannorm.saving.log.walk import decide, hold_again
-from leannorm.saving.shards import PLAIN
+from leannorm.saving.reasons import NO_CAUSE, Why
+from leannorm.saving.shards import PLAIN, local_of, shared_as, spec_of
 from leannorm.saving.shards import counter_of as counter_of_shared
+from leannorm.saving.small import unpack as unpack_others
+from leannorm.saving.verify import check_equal
 
 
-class _OfPython:
-    """The functions that saving/recorded.py passes to the log."""
-
-    others: Callable[[Any], Tensor]
-    local: Callable[[Tensor], Tensor | None]
-    spec: Callable[[Tensor], Any]
-    shared: Callable[[Tensor, Any], Tensor]
-    compare: Callable[[Tensor, Tensor, str, str], None]
-
-
-PYTHON = _OfPython()
-
-
+@dataclass(eq=False)
 class Other:
     """A tensor that the log keeps but cannot read, such as a sparse one. A node's `Saved` refers to it."""
 
-    __slots__ = ("__weakref__", "dtype", "nbytes", "place", "sizes")
-
-    def __init__(self, told: tuple[Sequence[int], int, int], dtype: torch.dtype) -> None:
-        (self.sizes, self.place, self.nbytes), self.dtype = told, dtype
+    sizes: Sequence[int]
+    place: int
+    nbytes: int
+    dtype: torch.dtype
 
 
 _ALIVE = set[int]()
@@ -64,39 +57,26 @@ def alive() -> int:
     return len(_ALIVE)
 
 
+@dataclass(slots=True, eq=False)
 class Saved:
     """What a node keeps instead of a tensor: a value and how a view shows it, or a tensor that is kept."""
 
-    __slots__ = (
-        "backward_passes",
-        "counter",
-        "follower",
-        "is_leaf",
-        "layer",
-        "log",
-        "original",
-        "other",
-        "shape",
-        "spec",
-        "tensor",
-        "value",
-        "version",
-    )  # fmt: skip
+    log: Log | None = None
+    value: int = -1
+    version: int = 0
+    alive: Alive | None = None  # that of the pass
+    backward_passes: int = 0  # how many had begun within the pass before
+    shape: Geometry | None = None  # None: as the value was made
+    counter: Tensor | None = None
+    tensor: Tensor | None = None
+    original: Tensor | None = None  # with verify, the tensor to compare a rebuild with
+    layer: str | None = None  # the layer that saved it
+    other: Other | None = None
+    spec: Any = None  # how ranks share the DTensor, if the value is its local tensor
+    is_leaf: bool = False
 
-    def __init__(self) -> None:
+    def __post_init__(self) -> None:
         _ALIVE.add(id(self))
-        self.log: Log | None = None
-        self.value, self.version = -1, 0
-        self.follower: Any = None  # that of the pass
-        self.backward_passes = 0  # how many had begun within the pass before
-        self.shape: Geometry | None = None  # None: as the value was made
-        self.counter: Tensor | None = None
-        self.tensor: Tensor | None = None
-        self.original: Tensor | None = None  # with verify, the tensor to compare a rebuild with
-        self.layer: str | None = None  # the layer that saved it
-        self.other: Other | None = None
-        self.spec: Any = None  # how ranks share the DTensor, if the value is its local tensor
-        self.is_leaf = False
 
     def __del__(self) -> None:
         _ALIVE.discard(id(self))
@@ -104,8 +84,9 @@ class Saved:
         if log is None:
             return
         if self.is_leaf:
-            log.leaves[self.value] = log.leaves.get(self.value, 1) - 1
-        log.gone.append((self.value, self.follower, self.backward_passes))
+            log.leaves[self.value] -= 1
+        assert self.alive is not None
+        log.gone.append((self.value, self.alive, self.backward_passes))
         if not log._depth:
             with log:
                 pass
@@ -113,26 +94,9 @@ class Saved:
     def check_version(self) -> None:
         if self.counter is None or self.counter._version == self.version:
             return
-        now = self.counter._version
-        if self.log is not None:
-            sizes = (self.shape or self.log.values[self.value].made).sizes
-        else:
-            sizes = (self.counter if self.tensor is None else self.tensor).shape
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" [tensor of shape {list(sizes)}] is at version {now}; expected version {self.version} instead."
-            " leannorm.lean() needs it for the backward pass: edit a copy of it, or edit it after backward()."
-        )
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, frozen or not, or a view of one: those exist without autograd."""
-    base = tensor if tensor._base is None else tensor._base
-    return base.is_leaf and (base.requires_grad or isinstance(base, torch.nn.Parameter))
-
-
-def _is_of_node(tensor: Tensor, name: str) -> bool:
-    return tensor.grad_fn is not None and tensor.grad_fn.name() == name
+        of_value = None if self.log is None else (self.shape or self.log.values[self.value].made).sizes
+        shape = (self.counter if self.tensor is None else self.tensor).shape if of_value is None else of_value
+        raise edited(f"tensor of shape {list(shape)}", self.counter._version, self.version)
 
 
 def _is_made_by_checkpoint(tensor: Tensor) -> bool:
@@ -142,7 +106,7 @@ def _is_made_by_checkpoint(tensor: Tensor) -> bool:
     return is_of_checkpoint(forward)
 
 
-def _kept(log: Log | None, tensor: Tensor) -> Tensor:
+def _kept(tensor: Tensor) -> Tensor:
     """The tensor without its graph, which may lead back to the node that saves it."""
     if tensor.grad_fn is None:
         return tensor
@@ -169,18 +133,19 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
     keeps = log is None or log.busy or log.failed or (tensor.is_leaf and tensor.requires_grad)
     if not keeps and not is_plain(tensor):
         assert log is not None
-        own = PYTHON.local(tensor) if log.subclasses else None
+        own = local_of(tensor) if log.subclasses else None
         if own is not None:
-            local, saved.spec = own, PYTHON.spec(tensor)
+            local, saved.spec = own, spec_of(tensor)
         if not is_plain(local):
             keeps = True
             with log:
                 told = log.passes[-1].other(tensor)
                 if told is not None:
-                    saved.other = Other(told, tensor.dtype)
+                    sizes, place, nbytes = told
+                    saved.other = Other(sizes, place, nbytes, tensor.dtype)
                     log.others.append(weakref.ref(saved.other))
     if keeps or log is None:
-        saved.tensor = _kept(log, tensor)
+        saved.tensor = _kept(tensor)
         if not tensor.is_inference():
             saved.counter, saved.version = saved.tensor, tensor._version
         return saved
@@ -205,13 +170,13 @@ def _pack(log: Log | None, saved: Saved, tensor: Tensor) -> Saved:
         finally:
             log.busy = False
         if saved.tensor is not None and saved.spec is not None:
-            saved.tensor = _kept(log, tensor)
+            saved.tensor = _kept(tensor)
     return saved
 
 
 def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
     """Save the tensor as a value. `whole`: what the node saves, of which `tensor` is this rank's part."""
-    if _is_of_node(whole, "CompiledFunctionBackward"):
+    if whole.grad_fn is not None and whole.grad_fn.name() == "CompiledFunctionBackward":
         log.meets(COMPILED)
     v = log.value_or_new(tensor)
     x = log.values[v]
@@ -220,10 +185,11 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         return
     shape = geometry_of(tensor)
     saved.shape = None if shape == x.made else shape
-    follower = log.passes[-1].follower
-    saved.log, saved.value, saved.follower = log, v, follower
-    saved.backward_passes = follower.backward_passes
-    follower.alive += 1
+    by = log.passes[-1]
+    saved.log, saved.value, saved.alive = log, v, by.alive
+    saved.backward_passes = by.alive.backward_passes
+    by.alive.now += 1
+    log.saved_by.add((v, len(log.calls)))  # a node saves arguments before their call is seen
     x.saves += 1
     x.refs += 1
     x.left += 1
@@ -233,24 +199,22 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         if not x.parameter:
             x.listed, x.number = True, len(log.listed)
             log.listed.append(v)
-    movable = not x.parameter and log.passes[-1].hold is not None and tensor.numel() >= log.policy.smallest
-    movable = movable and (whole.grad_fn is not None or not follower.chooses)
-    leaf = (
-        whole.grad_fn is None and not movable
-    )  # autograd reads the tensor object, even after its data is replaced
-    if leaf:
+    movable = not x.parameter and by.hold is not None and tensor.numel() >= log.policy.smallest
+    movable = movable and (whole.grad_fn is not None or not by.chooses)
+    leaf = whole.grad_fn is None and not movable
+    if leaf:  # autograd reads the tensor object, even after its data is replaced
         saved.tensor = tensor
         if saved.spec is None:
             saved.is_leaf = True
-            log.leaves[v] = log.leaves.get(v, 0) + 1
-    planned = follower.has_place(x, whole)
-    drops = not planned or follower.drops(log, x, tensor)
+            log.leaves[v] += 1
+    planned = by.has_place(x, whole)
+    drops, moves, cause = by.drops(x, tensor) if planned else (True, not by.chooses, NO_CAUSE)
     if log.times is not None:
-        log.times.saved(log, follower, planned, v, whole)
+        log.times.saved(log, by.alive, by.place if planned else -1, v, whole)
     if not drops:
         if x.state == DROPPED:
-            hold_again(log, v, alias_of(tensor), *follower.cause)
-        x.why, x.cause = follower.cause.why, follower.cause
+            hold_again(log, v, alias_of(tensor))
+        x.why, x.cause = cause.why, cause
     shows_more = saved.shape is not None and saved.shape.extent > x.made.extent
     if x.state == DROPPED:
         if shows_more and not leaf:
@@ -260,12 +224,12 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         x.held, x.state = alias_of(tensor), HELD
     if shows_more:
         x.call = -1  # it shows memory that its call has not made
-    if movable and (follower.moves or not follower.chooses):
+    if movable and (moves or not by.chooses):
         log.to_move.append(v)
     if not leaf and drops:
         decide(log, v)
     if x.why == Why.NOT_AT_HAND and _is_made_by_checkpoint(whole):
-        x.why, x.cause = Why.CHECKPOINTED, Cause()
+        x.why, x.cause = Why.CHECKPOINTED, NO_CAUSE
 
 
 # ---------------------------------------------------------------- read back
@@ -282,18 +246,9 @@ def _read_by_user() -> bool:
 
 def _is_of_others(log: Log, v: int) -> bool:
     """Whether it is made of a tensor in other memory that a user's hooks have returned."""
-    looked, left = set[int](), [v]
-    while left:
-        one = left.pop()
-        x = log.values[one]
-        if one in looked:
-            continue
-        looked.add(one)
-        if x.elsewhere is not None and x.elsewhere.is_other:
-            return True
-        if x.state == DROPPED:
-            left += log.inputs_of(log.calls[x.call])
-    return False
+    calls = (log.calls[log.values[one].call] for one in log.made_again_for(v))
+    brought = (log.values[i].elsewhere for call in calls for i in log.inputs_of(call))
+    return any(one is not None and one.is_other for one in brought)
 
 
 def _rebuilt(saved: Saved, log: Log) -> Tensor:
@@ -323,7 +278,7 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
     replay.used(saved.value)
     tensor = shown(tensor, saved.shape or x.made)
     if dropped and saved.original is not None:
-        PYTHON.compare(tensor, saved.original, log.calls[x.call].rule.name, saved.layer or "")
+        check_equal(tensor, saved.original, log.calls[x.call].rule.name, saved.layer or "")
     return tensor.clone() if other and _read_by_user() else tensor
 
 
@@ -331,7 +286,7 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
 def record_unpack(saved: Any) -> Tensor:
     """The unpack hook."""
     if type(saved) is not Saved:
-        return PYTHON.others(saved)
+        return unpack_others(saved)
     saved.check_version()
     log = saved.log
     if log is not None and not log.closed:
@@ -345,7 +300,7 @@ def record_unpack(saved: Any) -> Tensor:
         tensor = _rebuilt(saved, log)
         if dropped and log.spent is not None:
             log.spent.rebuilding += perf_counter() - start
-        return tensor if saved.spec is None else PYTHON.shared(tensor, saved.spec)
+        return tensor if saved.spec is None else shared_as(tensor, saved.spec)
 
 
 OWN.append(record_unpack)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -11,42 +14,62 @@ from torch import Tensor
 
 from leannorm.saving.log.spent import Spent
 from leannorm.saving.log.tensors import Geometry, beside, counter_of, geometry_of, over, stream_of
-from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Policy, Read, Value, results_read
+from leannorm.saving.log.values import DROPPED, FREE, Call, Memory, Read, Value
+from leannorm.saving.policy import LEANEST
+
+
+@dataclass(slots=True, eq=False)
+class Alive:
+    """How many of one pass's saved tensors nodes still have."""
+
+    now: int = 0
+    noted: int = 0  # how many there were when a backward pass last began within the pass
+    then: int = 0  # how many of these are left
+    backward_passes: int = 0  # how many have begun within the pass
+
+    def is_over(self) -> bool:
+        """Whether a backward pass has freed what was noted: what is saved from then on is another step's."""
+        return self.noted > 0 and self.then * 8 < self.noted
 
 
 class Log:
     """The log that all open passes of one thread share."""
 
-    def __init__(self) -> None:
-        self.values: list[Value] = []
-        self.calls: list[Call] = []
-        self.memories: list[Memory] = []
-        self.listed: list[int] = []  # values that nodes have saved, in order
-        self.by_storage: dict[int, int] = {}
+    def __init__(self, subclasses: bool) -> None:
         self.unsettled: list[tuple[int, int]] = []  # values just written, and those before them
-        self.leaves: dict[int, int] = {}  # by value: how many `Saved` objects refer to its tensor themselves
         self.packs = 0  # how many tensors were packed
         self.others: list[Any] = []  # weak references to tensors that the log cannot read
-        self.policy = Policy()
+        self.policy = LEANEST
         self.passes: list[Any] = []  # the open ones, the innermost last
-        self.to_move: list[int] = []  # values that a user's hooks may get
         self.times: Any = None  # set if a plan is to be made from a pass
-        self.seconds: dict[int, float] = {}  # by call what it took, once a pass with a goal is open
         self.measures = False  # whether an open pass has a goal, so that calls are timed
         self.spent: Spent | None = None  # what the step takes, if so
-        self.recorder: Any = None  # the mode that writes the log
+        self.recorder: Any = None  # the mode that writes the log, and later watches `exposed`
+        self.exposed: dict[int, int] = {}  # by value, the address of memory that other code can still write
         self.behind = -1  # torch's count of nodes when the log began within an operator that still runs
-        self.subclasses = False  # whether there may be any, such as DTensors
+        self.subclasses = subclasses  # whether there may be any, such as DTensors
         self.stamp = 0
         self.alive = 0  # how many saved tensors nodes still have
         self.task = -1  # the engine's number of the last backward pass that began before the passes closed
         self.noted_packs = 0  # how many tensors had been packed before that
-        self.largest = 0  # elements of the largest saved tensor
-        self.failed = False  # in the middle of a change: nothing else is dropped
         self.busy = False  # whether the log itself makes calls in this thread, which are not recorded
         self.closed = False
-        self.gone: list[tuple[int, Any, int]] = []  # saved objects to forget at the end of `with self`
+        self.gone: list[tuple[int, Alive, int]] = []  # saved objects to forget at the end of `with self`
         self._lock, self._depth = threading.RLock(), 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.values: list[Value] = []
+        self.calls: list[Call] = []
+        self.memories: list[Memory] = []
+        self.by_storage: dict[int, int] = {}
+        self.listed: list[int] = []  # values that nodes have saved, in order
+        self.saved_by = set[tuple[int, int]]()  # values, and the calls whose nodes have saved them
+        self.leaves = Counter[int]()  # by value: how many `Saved` objects refer to its tensor themselves
+        self.to_move: list[int] = []  # values that a user's hooks may get
+        self.seconds: dict[int, float] = {}  # by call what it took, once a pass with a goal is open
+        self.largest = 0  # elements of the largest saved tensor
+        self.failed = False  # in the middle of a change: nothing else is dropped
 
     def __enter__(self) -> Log:
         """Lock the log. Two threads may enter, and one twice, as a tensor freed here may free a saved one."""
@@ -61,13 +84,15 @@ class Log:
             self.forget_saved(*self.gone.pop())
         self._depth -= 1
         self._lock.release()
+        if self.closed and not self.exposed and self.recorder is not None:
+            self.recorder.rest()
 
-    def forget_saved(self, v: int, of: Any, backward_passes: int) -> None:
-        """Note that a node has released what it saved, in the pass `of`, after so many backward passes."""
+    def forget_saved(self, v: int, of: Alive, backward_passes: int) -> None:
+        """Note that a node has released what it saved after so many backward passes within the pass."""
         self.values[v].saves -= 1
         self.alive -= 1
-        of.alive -= 1
-        of.alive_then -= backward_passes < of.backward_passes
+        of.now -= 1
+        of.then -= backward_passes < of.backward_passes
         self.remove_reader(v)
         if not self.alive and self.spent is not None:
             self.spent.end()
@@ -76,8 +101,11 @@ class Log:
         """Count one reader of the value less, and free it after the last one."""
         left = [v]
         while left:
-            x = self.values[left.pop()]
+            v = left.pop()
+            x = self.values[v]
             x.refs -= 1
+            if x.refs <= x.saves:
+                self.exposed.pop(v, None)
             if x.refs > 0:
                 x.left = min(x.left, x.refs)  # the reader may have read it before
                 continue
@@ -87,26 +115,16 @@ class Log:
             if dropped:
                 left += self.inputs_of(self.calls[x.call])
 
-    def __del__(self) -> None:
-        self.let_go()
-
     def let_go(self) -> None:
         """Release the memories, so that their addresses may be used again."""
-        for memory in self.memories:
-            torch.UntypedStorage._free_weak_ref(memory.weak)
         self.memories, self.by_storage = [], {}
 
     def start_over(self) -> None:
         """Forget the calls of a pass whose saved tensors are all gone, such as one around a training loop."""
         self.settle()
-        self.let_go()
-        for kept in (self.values, self.calls, self.listed, self.to_move):
-            kept.clear()
-        self.leaves.clear()
-        self.seconds.clear()
-        self.failed = False
+        self._begin()
+        self.times = None if self.times is None else type(self.times)()
         self.others = [one for one in self.others if one() is not None]
-        self.largest = 0
 
     def backward_begins(self) -> None:
         """Have each open pass note what a backward pass, which runs before they close, is going to free."""
@@ -128,23 +146,22 @@ class Log:
     def meets(self, what: int) -> None:
         """Have each open pass note what it met."""
         for one in self.passes:
-            one.meet(what)
+            one.has_met |= what
 
     # ------------------------------------------------------------ values
 
     def new_value(self, memory: int, tensor: Tensor, call: int) -> int:
         """A new version of the memory. Call it within `beside()`."""
-        nbytes = tensor.untyped_storage().nbytes()
-        self.values.append(Value(memory, call, geometry_of(tensor), nbytes, counter_of(tensor)))
-        self.values[-1].on = stream_of(tensor.device)
+        counter, nbytes, on = counter_of(tensor), tensor.untyped_storage().nbytes(), stream_of(tensor.device)
+        self.values.append(Value(memory, call, geometry_of(tensor), nbytes, counter, counter._version, on))
         return len(self.values) - 1
 
     def new_memory(self, tensor: Tensor, call: int) -> int:
         with beside():
             v = self.new_value(len(self.memories), tensor, call)
-        weak: Any = tensor.untyped_storage()._weak_ref()
-        self.by_storage[weak] = len(self.memories)
-        self.memories.append(Memory(weak, v))
+        memory = Memory(tensor.untyped_storage(), v)
+        self.by_storage[memory.cdata] = len(self.memories)
+        self.memories.append(memory)
         return v
 
     def value_of(self, tensor: Tensor, moved: int = 0) -> int:
@@ -168,7 +185,10 @@ class Log:
 
     def value_or_new(self, tensor: Tensor, moved: int = 0) -> int:
         known = self.value_of(tensor, moved)
-        return self.new_memory(tensor, -1) if known < 0 else known
+        if known < 0:
+            known, base = self.new_memory(tensor, -1), tensor if tensor._base is None else tensor._base
+            self.values[known].weight = base.is_leaf and base.requires_grad
+        return known
 
     def written(self, number: int, tensor: Tensor, call: int) -> None:
         """Note that the call has written the memory, whose version counter moves later."""
@@ -213,12 +233,22 @@ class Log:
     def inputs_of(self, call: Call) -> list[int]:
         """The values that are read when the call is made again, each as often as it is read."""
         inputs = [read.value for i, read in enumerate(call.reads) if self.is_read(call, i)]
-        return inputs + [self.result_of(call, out) for out in results_read(call)]
+        return inputs + [self.result_of(call, out) for out in call.results_read]
+
+    def made_again_for(self, v: int, known: Collection[int] = ()) -> Iterator[int]:
+        """The value and those that are made again before it, but `known` ones and what they are made of."""
+        left, seen = [v], set(known)
+        while left:
+            one = left.pop()
+            if one not in seen and (one == v or self.values[one].held is None):
+                seen.add(one)
+                yield one
+                left += self.inputs_of(self.calls[self.values[one].call])
 
     def is_read(self, call: Call, i: int) -> bool:
         """Whether this argument is read when the call is made again."""
         rule, read = call.rule, call.reads[i]
-        if call.by_result and rule.instead is not None:
+        if call.by_result and rule.sources:
             return read.at in rule.sources
         if rule.gate >= 0 and call.args[rule.gate] and read.at in rule.writes:
             return False  # it is a statistic that the call itself has updated

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm.saving.log.log import Log
-from leannorm.saving.log.tensors import below, beside, geometry_of, over, sample_of
+from leannorm.saving.log.tensors import below, beside, empty_as, geometry_of, over, sample_of
 from leannorm.saving.log.values import HELD, Value
 
 
@@ -18,7 +18,7 @@ class Elsewhere:
     """A tensor that a user's hooks keep. `is_other`: whether they return it in other memory."""
 
     def __init__(self, bring: Callable[[], Tensor], memory: StorageWeakRef) -> None:
-        self._bring, self._memory, self.is_other = bring, memory, True
+        self._bring, self.memory, self.is_other = bring, memory, True
         # its memory is about to be written, which a copy that is under way may not see
         self.settle: Callable[[], None] = getattr(bring, "settle", lambda: None)
 
@@ -40,15 +40,12 @@ class Elsewhere:
                     f" shape {list(made.sizes)} and dtype {made.dtype} on {made.device}; got shape"
                     f" {list(tensor.shape)} and dtype {tensor.dtype} on {tensor.device}"
                 )
-            self.is_other = StorageWeakRef(tensor.untyped_storage()) != self._memory
+            self.is_other = StorageWeakRef(tensor.untyped_storage()) != self.memory
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if flat:
                 whole = tensor.is_contiguous() and not tensor.storage_offset()
                 return over((tensor if whole else tensor.contiguous().clone()).untyped_storage(), made)
-            if geometry_of(tensor) == made:
-                return tensor
-            laid = torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device)
-            return laid.copy_(tensor)
+            return tensor if geometry_of(tensor) == made else empty_as(made).copy_(tensor)
 
 
 def hand_over(log: Log) -> None:
@@ -61,7 +58,7 @@ def hand_over(log: Log) -> None:
     for v in waiting:
         x = log.values[v]
         item = x.made.dtype.itemsize
-        placed = x.saves or not log.passes[-1].follower.chooses  # otherwise the plan has no place for it
+        placed = x.saves or not log.passes[-1].chooses  # otherwise the plan has no place for it
         taken = not placed or x.elsewhere is not None or x.copied or x.lost or x.shown is not None
         if (
             x.held is None

@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-from math import prod
-
+from leannorm.saving import operators
 from leannorm.saving.log.log import Log
-from leannorm.saving.log.rules import ATTENTION, CONVOLUTION, MATRIX
 from leannorm.saving.log.values import Call
 
-_OF_CONVOLUTION, _OF_ATTENTION = (
-    768,
-    1024,
-)  # a call with more operations per value of its output is costly
-
-
-def is_costly(log: Log, call: Call) -> bool:
-    if not call.outs:
-        return True
-    out = max(log.values[call.outs[0]].made.numel, 1)
-    if call.rule.formula == CONVOLUTION:
-        x, weight = call.sizes(log, 0), call.sizes(log, 1)
-        each = 2 * prod(weight[1:]) * (prod(x) / out if call.args[6] is True else 1)
-        return len(weight) < 2 or each > _OF_CONVOLUTION
-    if call.rule.formula == MATRIX:  # costly with fewer outputs than inputs
-        a, sizes = _factor(log, call), log.values[call.outs[0]].made.sizes
-        return not a or not sizes or a[-1] > sizes[-1]
-    if call.rule.formula == ATTENTION:
-        q, k = call.sizes(log, 0), call.sizes(log, 1)
-        dropout = isinstance(call.args[3], float) and call.args[3] != 0.0
-        return not q or len(k) < 2 or dropout or 4 * prod(q) * k[-2] > _OF_ATTENTION * out
-    return False
-
-
-def _factor(log: Log, call: Call) -> tuple[int, ...]:
-    return call.sizes(log, 1 if len(call.args) > 3 else 0)
+_MOST = {"convolution": 768, "attention": 1024}  # operations per value of the output; with more it is costly
+_DROPOUT, _TRANSPOSED, _GROUPS = 3, 6, 8  # positions of arguments
 
 
 def operations(log: Log, call: Call) -> int:
-    """The number of operations of one call."""
-    if not call.outs or call.by_result:
+    """The number of operations of one call; 0 if it is no product."""
+    factors = _factors(log, call)
+    if factors is None or call.by_result:
         return 0
-    out = log.values[call.outs[0]].made.numel
-    if call.rule.formula == CONVOLUTION:
-        weight = call.sizes(log, 1)
-        return (
-            2
-            * prod(weight[1:])
-            * (prod(call.sizes(log, 0)) if call.args[6] is True else out)
-            * (len(weight) > 1)
-        )
-    if call.rule.formula == MATRIX:
-        a = _factor(log, call)
-        return 2 * out * a[-1] if a else 0
-    if call.rule.formula == ATTENTION:
-        k = call.sizes(log, 1)
-        return 4 * prod(call.sizes(log, 0)) * k[-2] if len(k) > 1 else 0
-    return 0
+    made = log.values[call.outs[0]].made
+    return operators.operations(call.rule.formula, *factors, made.sizes, is_transposed(call))
+
+
+def is_costly(log: Log, call: Call) -> bool:
+    formula, factors = call.rule.formula, _factors(log, call)
+    if factors is None or not formula:
+        return bool(formula) or not call.outs
+    made = log.values[call.outs[0]].made
+    if formula == "matrix":  # costly with fewer outputs than inputs
+        return not made.sizes or factors[0][-1] > made.sizes[-1]
+    dropout = call.args[_DROPOUT] if formula == "attention" else 0.0
+    return (isinstance(dropout, float) and dropout != 0.0) or operations(log, call) > _MOST[formula] * max(
+        made.numel, 1
+    )
+
+
+def _factors(log: Log, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The sizes of the two tensors that are multiplied; None if they are not known."""
+    is_matrix = call.rule.formula == "matrix"
+    first = int(is_matrix and len(call.args) > 3)  # then another tensor is added to the product
+    left, right = call.sizes(log, first), call.sizes(log, first + 1)
+    return (left, right) if call.outs and left and (is_matrix or len(right) > 1) else None
+
+
+def is_transposed(call: Call) -> bool:
+    """Whether it is a transposed convolution."""
+    is_convolution = call.rule.formula == "convolution" and len(call.args) > _TRANSPOSED
+    return is_convolution and call.args[_TRANSPOSED] is True
 
 
 def groups_of(call: Call) -> int:
-    is_convolution = call.rule.formula == CONVOLUTION and len(call.args) > 8
-    return call.args[8] if is_convolution and isinstance(call.args[8], int) else 0
+    is_convolution = call.rule.formula == "convolution" and len(call.args) > _GROUPS
+    return call.args[_GROUPS] if is_convolution and isinstance(call.args[_GROUPS], int) else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -15,9 +17,11 @@ from leannorm._torch import left_to_python
 from leannorm.saving.flags import current
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
-from leannorm.saving.log.rules import RULES, SKIP, Rule, rule_of
-from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain
-from leannorm.saving.log.values import DROPPED, HELD, Call, Read
+from leannorm.saving.log.rules import RULES, Rule, rule_of
+from leannorm.saving.log.tensors import geometry_of, is_plain
+from leannorm.saving.log.values import DROPPED, Call, Read
+from leannorm.saving.log.watch import copy_before_write, copy_exposed
+from leannorm.saving.operators import VIEW
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
 COMPILED, OTHERS_HOOKS, FAILED = 1, 2, 16  # what a pass has met, as `Met` in log.h
@@ -30,6 +34,7 @@ _UNREPEATED = (torch.Generator, torch.ScriptObject, torch.SymInt, torch.SymFloat
 
 class _OfThread(threading.local):
     log: Log | None = None
+    recorder: Recorder | None = None
 
 
 THREAD = _OfThread()
@@ -46,14 +51,72 @@ def is_of_checkpoint(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "torch.utils.checkpoint"
 
 
+class _Afterwards:
+    """A callback of a backward pass that acts when the engine lets go of it, as the last callback comes too
+    early."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __call__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self._act()
+
+
 class Recorder(TorchDispatchMode):
-    """The mode that records one thread's calls while a pass is open."""
+    """The mode that records one thread's calls while a pass is open.
+
+    It stays after the pass as long as rebuilds need memory that other code can write, and copies that before
+    it is written. Then it is below all other modes, which the program may end meanwhile.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.log = log
+        self.log: Log | None = None  # that of the open passes
+        self.watched: list[Log] = []  # closed ones
+        self._thread = threading.get_ident()
+        self._waits = False  # for the end of a backward pass
+
+    def start(self, log: Log) -> None:
+        """Write this log from now on."""
+        self.log, log.recorder = log, self
+        _set_modes(*(mode for mode in _take_modes() if mode is not self), self)
+
+    def stop(self, log: Log) -> None:
+        """Watch what the closed log needs."""
+        self.log, log.recorder = None, self if log.exposed else None
+        self.watched += [log] * bool(log.exposed)
+        self._arrange()
+        if torch._C._current_graph_task_id() >= 0:
+            self.rest()
+
+    def rest(self) -> None:
+        """Leave the thread's modes, if there is nothing to record and to watch any more.
+
+        After a backward pass torch sets the modes that there were before it, so this waits until then.
+        """
+        self.watched = [log for log in self.watched if log.exposed]
+        if self.watched or self.log is not None or self._waits:
+            return
+        if torch._C._current_graph_task_id() < 0:
+            self._arrange()
+        else:
+            self._waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(_Afterwards(self._arrange))
+
+    def _arrange(self) -> None:
+        """Another thread, and one that runs in this mode, leave it to the next pass."""
+        self._waits = False
+        if threading.get_ident() == self._thread and self.log is None:
+            taken = _take_modes()
+            if self in taken:
+                taken.remove(self)
+                _set_modes(*[self] * bool(self.watched))
+            _set_modes(*taken)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -64,8 +127,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = RULES[func] if func in RULES else rule_of(func)
+        if rule is None or rule.kind == VIEW:
+            return func(*args, **kwargs)
+        if rule.writes and self.watched and not rule.reshapes:
+            with suppress(Exception):  # then the backward pass reports the edit
+                copy_exposed(self.watched, written(rule, rule.full(args, kwargs)))
         log = self.log
-        if rule is None or rule.kind == SKIP or log.busy or log.closed or log.waits():
+        if log is None or log.busy or log.closed or log.waits():
             return func(*args, **kwargs)
         with log:
             try:
@@ -96,25 +164,20 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-def own_modes() -> int:
-    """How many of this thread's modes belong to the log."""
-    return int(THREAD.log is not None and not THREAD.log.closed)
+def exposed() -> int:
+    """How many values this thread watches."""
+    return 0 if THREAD.recorder is None else sum(len(log.exposed) for log in THREAD.recorder.watched)
 
 
-def push(mode: TorchDispatchMode) -> None:
-    modes._push_mode(mode)
+def _take_modes() -> list[TorchDispatchMode]:
+    """Remove all modes of this thread; returns them, the innermost last."""
+    taken = [modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    return taken[::-1]
 
 
-def remove(mode: TorchDispatchMode) -> None:
-    """Remove this mode and no other: if tasks alternate in one thread, the first to end may not be on top."""
-    above = []
-    while torch._C._len_torch_dispatch_stack():
-        top = modes._pop_mode()
-        if top is mode:
-            break
-        above.append(top)
-    for other in reversed(above):
-        modes._push_mode(other)
+def _set_modes(*taken: TorchDispatchMode) -> None:
+    for mode in taken:
+        modes._push_mode(mode)
 
 
 Writes = list[tuple[int, Tensor]]  # memories that a call is about to write
@@ -125,57 +188,55 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
         log.settle()
     if not log.alive and len(log.calls) > _MANY:
         log.start_over()
-        if log.times is not None:
-            log.times.clear()
     number = len(log.calls)
     if log.times is not None:
         log.times.note_freed(log, number)
-    full = rule.full(args, kwargs)
-    call = Call(rule, full, len(args), tuple(kwargs))
-    call.usable = False  # as long as it is not read whole
+    unpack, usable = unpack_of_others(), not (_modes_below() or _inference())
+    full, in_checkpoint = rule.full(args, kwargs), unpack is not None and is_of_checkpoint(unpack)
+    call = Call(rule, full, len(args), tuple(kwargs), current(), in_checkpoint, usable)
     log.calls.append(call)
-    flags = current()
-    unpack = unpack_of_others()
-    call.in_checkpoint = unpack is not None and is_of_checkpoint(unpack)
-    call.usable, call.flags = not (_modes_below() or _inference()), flags
-    tensors = read_arguments(log, number, call)
     others = unpack is not None and call.grad_mode and not call.in_checkpoint
-    if others and any(t.requires_grad for given in tensors.values() for t in _listed(given)):
+    if others and any(t.requires_grad for t in _tensors(full)):
         log.meets(OTHERS_HOOKS)
+    to_write = list(written(rule, full))
+    for at, given in enumerate(full):
+        call.args[at] = _read_argument(log, number, call, at, given)
     writes: Writes = []
-    if rule.writes and (rule.gate < 0 or call.args[rule.gate]):
-        for at in rule.writes:
-            for t in _listed(tensors.get(at)):
-                about_to_write(log, call, t, writes)
+    for t in to_write:
+        about_to_write(log, call, t, writes)
     return number, writes
 
 
-def _listed(given: Any) -> list[Tensor]:
+def written(rule: Rule, args: list[Any]) -> Iterator[Tensor]:
+    """The tensors that a call with these arguments writes."""
+    if rule.gate < 0 or args[rule.gate]:
+        for at in rule.writes:
+            yield from _tensors(args[at])
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
     if isinstance(given, Tensor):
-        return [given]
-    return [t for one in given or () for t in _listed(one)]
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _tensors(one)
 
 
-def read_arguments(log: Log, number: int, call: Call) -> dict[int, Any]:
-    """The tensors among the arguments, by position; the call keeps the other arguments."""
-    tensors: dict[int, Any] = {}
-    for at, given in enumerate(call.args):
-        if isinstance(given, Tensor):
-            tensors[at], call.args[at] = given, None
-            _read(log, number, call, at, -1, given)
-        elif isinstance(given, (list, tuple)) and any(isinstance(one, Tensor) for one in given):
-            tensors[at], call.args[at] = [one for one in given if one is not None], [None] * len(given)
-            for place, one in enumerate(given):
-                if one is not None:
-                    _read(log, number, call, at, place, one)
-        elif isinstance(given, _UNREPEATED) or (isinstance(given, (list, tuple)) and _is_nested(given)):
-            call.args[at], call.usable = None, False
-            tensors[at] = given if isinstance(given, (list, tuple)) and _is_nested(given) else ()
-    return tensors
-
-
-def _is_nested(given: Any) -> bool:
-    return any(isinstance(one, (list, *_UNREPEATED)) for one in given)
+def _read_argument(log: Log, number: int, call: Call, at: int, given: Any) -> Any:
+    """Note the tensors in an argument; returns what the call keeps of it."""
+    several = given if isinstance(given, (list, tuple)) else ()
+    if isinstance(given, Tensor):
+        _read(log, number, call, at, -1, given)
+        return None
+    if any(isinstance(one, Tensor) for one in several):
+        for place, one in enumerate(several):
+            if one is not None:
+                _read(log, number, call, at, place, one)
+        return [None] * len(several)
+    if isinstance(given, _UNREPEATED) or any(isinstance(one, (list, *_UNREPEATED)) for one in several):
+        call.usable = False
+        return None
+    return given
 
 
 def _read(log: Log, number: int, call: Call, at: int, place: int, tensor: Tensor) -> None:
@@ -201,12 +262,8 @@ def about_to_write(log: Log, call: Call, tensor: Tensor, writes: Writes) -> None
         return
     v = log.value_or_new(tensor, call.rule.slack)
     x = log.values[v]
-    if x.held is not None and not x.copied and x.refs > x.saves and not call.rule.reshapes:
-        now = x.held if x.elsewhere is None else x.elsewhere.bring(x)
-        if x.elsewhere is None or not x.elsewhere.is_other:
-            x.held, x.copied, x.state = copy_of(now, x.made), True, HELD
-    if x.elsewhere is not None and not call.rule.reshapes:
-        x.elsewhere.settle()
+    if not call.rule.reshapes:
+        copy_before_write(x)
     memory = log.memories[x.memory]
     memory.sent = memory.sent or call.rule.sends
     if all(number != x.memory for number, _ in writes):

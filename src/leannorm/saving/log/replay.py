@@ -10,9 +10,17 @@ from torch import Tensor
 
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.recorder import IN_LIST
-from leannorm.saving.log.rules import ARGUMENT, RESULT
-from leannorm.saving.log.tensors import below, copy_of, geometry_of, matches, share, shown, stream_of
-from leannorm.saving.log.values import DROPPED, Call, Value, results_read
+from leannorm.saving.log.tensors import (
+    below,
+    copy_of,
+    empty_as,
+    geometry_of,
+    matches,
+    share,
+    shown,
+    stream_of,
+)
+from leannorm.saving.log.values import DROPPED, Call, Value
 
 _aten = torch.ops.aten
 
@@ -100,7 +108,7 @@ class Replay:
         try:
             with call.flags.set(), below(), torch.set_grad_enabled(call.grad_mode):
                 if call.by_result:
-                    results = {out: self.made[log.result_of(call, out)] for out in results_read(call)}
+                    results = {out: self.made[log.result_of(call, out)] for out in call.results_read}
                     self._keep(log.result_of(call, 0), self._by_results(call, read, results))
                 elif call.before >= 0:
                     self._edit(call, read)
@@ -145,8 +153,7 @@ class Replay:
                 raise RuntimeError(
                     f"leannorm.lean(): {name} gave another shape or dtype when it was called again"
                 )
-            laid = tensor.new_empty(0).new_empty_strided(x.made.sizes, x.made.strides)
-            tensor = laid.copy_(tensor)
+            tensor = empty_as(x.made).copy_(tensor)
         self.made[v] = tensor
         if not self.is_trial:
             x.rebuilt, x.rebuilt_on = tensor, stream_of(tensor.device)
@@ -155,8 +162,11 @@ class Replay:
         """The call's first result, by another operator that reads the call's other results."""
         full = self._arguments(call, read)
         if call.rule.instead is not None:
-            told: dict[int, Any] = {ARGUMENT: full, RESULT: results}
-            made = call.rule.instead(*(told[of][at] if of in told else None for of, at in call.rule.given))
+            given = (
+                results[int(at)] if isinstance(at, str) else None if at is None else full[at]
+                for at in call.rule.sources
+            )
+            made = call.rule.instead(*given)
             return made if isinstance(made, Tensor) else made[0]
         # torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), with these arguments too
         x, weight, bias = full[:3]
@@ -174,11 +184,7 @@ class Replay:
         fills = self.log.fills_all(call)
         if rule.functional and first.shape is None and not fills:
             return self._keep(v, self._called(call, rule.again, read))
-        made = x.made
-        if fills:
-            base = torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device)
-        else:
-            base = copy_of(read[0], made)
+        base = empty_as(x.made) if fills else copy_of(read[0], x.made)
         read[0] = base if first.shape is None else shown(base, first.shape)
         self._called(call, rule.op, read)
         self._keep(v, base)

@@ -5,39 +5,15 @@ Its schema and tags say most. A row of the table in saving/operators.py says the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-SKIP, ONCE, CHEAP, SUM, PRODUCT = range(5)  # as Kind in rules.h
-MATRIX, CONVOLUTION, ATTENTION = 1, 2, 3  # as Formula
-NOTHING, ARGUMENT, RESULT = range(3)  # as Source
-_SENDING = (
-    "c10d",
-    "fsdp",
-    "_c10d_functional",
-    "c10d_functional",
-    "_c10d_functional_autograd",
-    "_dtensor",
-    "symm_mem",
-)
+from leannorm.saving.operators import CHEAP, ONCE, OPERATORS, SCALE_AND_SHIFT, VARYING, VIEW, Operator
 
-
-class Row(NamedTuple):
-    """A row of the table in saving/operators.py. Positions count the schema's arguments."""
-
-    kind: int
-    formula: int
-    writes: list[int]
-    gate: int
-    fills: bool
-    moves: bool
-    instead: str
-    sources: list[tuple[int, int]]
-
-
-TABLE: dict[str, Row] = {}
-VARYING: set[str] = set()  # without the in-place forms
+_COLLECTIVES = "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"
+_SENDING = *_COLLECTIVES, "_dtensor", "fsdp", "symm_mem"
+_NO_ROW = Operator("fused")
 
 
 class Rule:
@@ -47,22 +23,15 @@ class Rule:
         schema, self.op, self.again = op._schema, op, op
         self.instead: Any = None
         self.name = schema.name
-        self.kind, self.formula, self.gate, self.fills, self.by_statistics = CHEAP, 0, -1, False, False
-        self.moves = False  # whether it only moves elements, so that any two calls give the same bits
         self.edits = False  # whether its result is its first argument, written in place
         self.functional = False  # whether `again` returns a new tensor where `op` writes in place
         self.reshapes = False  # whether it changes, in place, only how the tensor shows its memory
-        self.given: list[tuple[int, int]] = []  # the arguments of `instead`
-        self.sources: set[int] = set()  # those of them that are arguments of this call
-        self.results: list[int] = []  # those that are results of this call
-        self.varies = (self.name if not self.name.endswith("_") else self.name[:-1]) in VARYING
+        self.varies = self.name in VARYING or (self.name.endswith("_") and self.name[:-1] in VARYING)
         self.names = [one.name for one in schema.arguments]
         self.places = {name: i for i, name in enumerate(self.names)}
         self.defaults = [one.default_value if one.has_default_value() else None for one in schema.arguments]
         self.lists = len(schema.returns) == 1 and "List" in str(schema.returns[0].type)
-        self.slack = (
-            0 if op.namespace == "aten" else 1
-        )  # a user's operator moves the counter before it writes
+        self.slack = int(op.namespace != "aten")  # a user's operator moves the counter before it writes
         self.sends = op.namespace in _SENDING
         self.writes = [
             i
@@ -78,28 +47,30 @@ class Rule:
     def _read_table(self, schema: Any, op: Any) -> None:
         is_view = not self.writes and any(one.alias_info is not None for one in schema.returns)
         is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-        if is_view:
-            self.kind = SKIP
-        elif is_composite or self.sends or torch.Tag.nondeterministic_seeded in op.tags:
-            self.kind = ONCE  # a composite operator comes here undivided only where autograd is off
-        row = TABLE.get(self.name)
-        if row is not None:
-            self.kind = row.kind if row.kind != SKIP or is_view else ONCE
-            self.formula, self.gate, self.fills = row.formula, row.gate, row.fills
-            self.moves = row.moves
-            self.writes = self.writes + row.writes
-            self.by_statistics = row.instead == "scale and shift"
-            if row.instead and not self.by_statistics:
-                self.instead, self.given = _named(row.instead), row.sources
-                self.sources = {at for of, at in row.sources if of == ARGUMENT}
-                self.results = [at for of, at in row.sources if of == RESULT]
+        is_once = is_composite or self.sends or torch.Tag.nondeterministic_seeded in op.tags
+        row = OPERATORS.get(self.name, _NO_ROW)
+        # a composite operator comes here undivided only where autograd is off
+        self.kind = VIEW if is_view else ONCE if is_once else CHEAP
+        if row is not _NO_ROW and not (row.counts == VIEW and is_view):
+            self.kind = ONCE if row.counts == VIEW else row.counts
+        self.formula, self.gate, self.fills, self.moves = row.formula, row.gate, row.fills, row.moves
+        self.writes += row.writes
+        self.sources = row.sources  # the arguments of `instead`
+        self.by_statistics = row.instead == SCALE_AND_SHIFT
+        self.results = (
+            [1, 2] if self.by_statistics else [int(at) for at in self.sources if isinstance(at, str)]
+        )
+        if row.instead and not self.by_statistics:
+            space, _, name = row.instead.partition("::")
+            self.instead = getattr(getattr(torch.ops, space), name).default
         if torch.Tag.inplace_view in op.tags and self.kind == CHEAP:
             self.reshapes, self.kind = True, ONCE
-            return
-        if not self.writes or self.gate >= 0 or self.kind in (ONCE, SKIP):
-            return
+        elif self.writes and self.gate < 0 and self.kind not in (ONCE, VIEW):
+            self._read_writes(schema)
+
+    def _read_writes(self, schema: Any) -> None:
         of_tensor = "List" not in str(schema.arguments[self.writes[0]].type)
-        self.edits = self.writes == [0] and schema.name.endswith("_") and of_tensor
+        self.edits = self.writes == [0] and self.name.endswith("_") and of_tensor
         if self.edits:
             self._find_functional(schema)
         elif self.instead is None:
@@ -108,7 +79,7 @@ class Rule:
             self.again = None  # a second call would write again
 
     def _find_functional(self, schema: Any) -> None:
-        space, _, name = schema.name.partition("::")
+        space, _, name = self.name.partition("::")
         packet = getattr(getattr(torch.ops, space), name[:-1], None)
         overload = schema.overload_name or "default"
         if packet is None or overload not in packet.overloads():
@@ -125,11 +96,6 @@ class Rule:
         for name, value in kwargs.items():
             made[self.places[name]] = value
         return made
-
-
-def _named(name: str) -> Any:
-    space, _, op = name.partition("::")
-    return getattr(getattr(torch.ops, space), op).default
 
 
 RULES: dict[Any, Rule | None] = {}

@@ -117,6 +117,10 @@ def alias_of(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def empty_as(shape: Geometry) -> Tensor:
+    return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device=shape.device)
+
+
 def over(storage: torch.UntypedStorage, shape: Geometry) -> Tensor:
     with beside(), torch.no_grad():
         return torch.empty(0, dtype=shape.dtype, device=shape.device).set_(

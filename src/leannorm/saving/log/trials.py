@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from leannorm.ops import modes
+from leannorm.saving.evidence import same_bits
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.replay import Replay
-from leannorm.saving.log.tensors import below, is_of_several, sample_of, shown
-from leannorm.saving.log.values import Call, Why
+from leannorm.saving.log.tensors import below, is_dense, is_of_several, sample_of, shown
+from leannorm.saving.log.values import Call
+from leannorm.saving.reasons import Why
 
 _ENOUGH, _MANY, _MOST_KINDS = 2, 1 << 20, 1 << 16
 _SOME = 4096  # numbers in a sample
@@ -63,18 +65,8 @@ def has_other_bits(log: Log, v: int) -> Why:
 
     On a device the host waits for that: not while a graph is captured, nor forever where values tell nothing.
     """
-    untried, left, seen = list[Call](), [v], set[int]()
-    while left:
-        one = left.pop()
-        x = log.values[one]
-        if one in seen or (one != v and x.held is not None):
-            continue
-        seen.add(one)
-        call = log.calls[x.call]
-        if not call.rule.moves and _TRIED[_kind_of(log, call)] < _ENOUGH:
-            untried.append(call)
-        left += log.inputs_of(call)
-    x = log.values[v]
+    x, calls = log.values[v], (log.calls[log.values[one].call] for one in log.made_again_for(v))
+    untried = [call for call in calls if not call.rule.moves and _TRIED[_kind_of(log, call)] < _ENOUGH]
     if not untried:
         return Why.NONE
     on_device = x.made.device.type != "cpu"
@@ -88,7 +80,7 @@ def has_other_bits(log: Log, v: int) -> Why:
     try:
         again, before = replay.value(v), shown(was, x.made)
         with below():
-            same = not again.numel() or bool(torch.equal(_bits(again), _bits(before)))
+            same = same_bits(again, before)
             if not same and before.is_floating_point():
                 of_numbers = not bool(before.isnan().any())  # the bits of NaNs may differ
     except Exception:  # the operator cannot be called again, so its result is kept
@@ -108,12 +100,6 @@ def has_other_bits(log: Log, v: int) -> Why:
     return Why.NONE if same else Why.OTHER_BITS
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous() or not tensor.dim():
-        tensor = tensor.reshape(-1).contiguous()
-    return tensor.view(torch.uint8)
-
-
 def _has_several_values(tensor: Tensor) -> bool:
     if tensor.device.type == "cpu":
         return is_of_several(sample_of(tensor))
@@ -127,8 +113,7 @@ def _has_normal_numbers(tensor: Tensor) -> bool:
     if tensor.dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         return True
     with below():
-        dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.reshape(-1)
         some = flat[:: max(flat.numel() // _SOME, 1)]
         return bool(some.abs().ge(torch.finfo(tensor.dtype).tiny).any())
 

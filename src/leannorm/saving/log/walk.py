@@ -8,29 +8,27 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.log.log import Log
-from leannorm.saving.log.price import is_costly
-from leannorm.saving.log.rules import CONVOLUTION, ONCE, PRODUCT, SKIP, SUM
-from leannorm.saving.log.tensors import below, copy_of, over, sample_of, shown
+from leannorm.saving.log.price import is_costly, is_transposed
+from leannorm.saving.log.tensors import below, copy_of, empty_as, over, sample_of, shown
 from leannorm.saving.log.trials import has_other_bits, is_refused
-from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call, Cause, Why
+from leannorm.saving.log.values import COPIED, DROPPED, HELD, Call
+from leannorm.saving.operators import ONCE, PRODUCT, SUM, VIEW
+from leannorm.saving.reasons import NO_CAUSE, Cause, Why
 
 _DEPTH = 64
 _FOREVER = 1 << 60
-
-
 TIMED_CALLS = 8  # as in `Met` in log.h
-_TRANSPOSED = 6  # of a convolution's arguments
 
 
 def _varies(call: Call) -> bool:
     """Whether threads of a device may add in any order, so that the call would give other bits."""
-    transposed = call.rule.formula == CONVOLUTION and len(call.args) > _TRANSPOSED and call.args[_TRANSPOSED]
-    return bool(call.rule.varies or transposed) and not torch.are_deterministic_algorithms_enabled()
+    varies = call.rule.varies or is_transposed(call)
+    return varies and not torch.are_deterministic_algorithms_enabled()
 
 
 def _is_timed(call: Call) -> bool:
     """Whether cuDNN times algorithms of this convolution, in each thread by itself."""
-    return call.rule.formula == CONVOLUTION and torch.backends.cudnn.benchmark
+    return call.rule.formula == "convolution" and torch.backends.cudnn.benchmark
 
 
 class Walk:
@@ -41,8 +39,8 @@ class Walk:
     def __init__(self, log: Log, top: int, may_hold: float, before: int = _FOREVER) -> None:
         self.log, self.top, self.before, self.may_hold = log, top, before, may_hold
         self.may_copy = log.values[top].storage_bytes - may_hold
-        self.why: int = Why.NONE
-        self.taken, self.cause = list[int](), Cause()  # the cause that was found first
+        self.why = Why.NONE
+        self.taken, self.cause = list[int](), NO_CAUSE  # the cause that was found first
         log.stamp += 1
 
     def is_available(self, v: int, depth: int = _DEPTH) -> bool:
@@ -60,7 +58,7 @@ class Walk:
         x.can = self._made_again(v, depth) or self._take(v)
         return x.can
 
-    def _refuse(self, reason: int, v: int) -> bool:
+    def _refuse(self, reason: Why, v: int) -> bool:
         call = self.log.values[v].call
         if self.cause.why == Why.NONE and call >= 0:
             self.cause = Cause(reason, "" if v == self.top else self.log.calls[call].rule.name)
@@ -77,13 +75,13 @@ class Walk:
         storage = None if memory.sent else memory.storage()
         if storage is None or storage.nbytes() < x.made.extent:
             return False
-        if x.call >= 0 or x.storage_bytes <= COPIED:  # others were there before the pass, and stay
-            if x.call >= 0:
-                self.may_hold -= x.storage_bytes
-            else:
-                self.may_copy -= x.storage_bytes
-            if (self.may_hold if x.call >= 0 else self.may_copy) < 0:  # more bytes would be kept than before
-                self.may_hold += x.storage_bytes * (x.call >= 0)
+        if x.call >= 0:  # then more bytes are kept
+            if x.storage_bytes > self.may_hold:
+                return False
+            self.may_hold -= x.storage_bytes
+        elif x.storage_bytes <= COPIED:  # a larger one was there before the pass, and stays
+            self.may_copy -= x.storage_bytes
+            if self.may_copy < 0:
                 return False
         x.runs = x.sums = x.products = 0
         x.whole, x.instead = True, self.top
@@ -110,7 +108,7 @@ class Walk:
     def _by_result(self, call: Call, v: int) -> bool:
         """Whether those results are kept from which the first one can be computed faster."""
         rule, log = call.rule, self.log
-        if (rule.instead is None and not rule.by_statistics) or log.values[v].out:
+        if not rule.results or log.values[v].out:
             return False
         made = log.values[v].made
         if rule.by_statistics and not (
@@ -119,7 +117,7 @@ class Walk:
             and made.device.type == "cpu"
         ):
             return False
-        results = [log.result_of(call, out) for out in ((1, 2) if rule.by_statistics else rule.results)]
+        results = [log.result_of(call, out) for out in rule.results]
         if any(r < 0 or log.values[r].held is None for r in results):
             return False
         return len({log.values[r].made.dtype for r in results}) == 1
@@ -131,11 +129,11 @@ class Walk:
         if not depth:
             return self._refuse(Why.TOO_DEEP, v)
         call, policy = log.calls[x.call], log.policy
-        if call.sends:
+        if call.rule.sends:
             return self._refuse(Why.COLLECTIVE, v)
         if not call.usable:
             return self._refuse(Why.FLAGS, v)
-        if call.rule.kind in (ONCE, SKIP) or x.made.offset:
+        if call.rule.kind in (ONCE, VIEW) or x.made.offset:
             return self._refuse(Why.NEVER, v)
         if v not in call.outs:
             return self._refuse(Why.UNKNOWN, v)
@@ -186,22 +184,13 @@ class Walk:
 
 def _part_of(log: Log, whole: int, part: int) -> Tensor:
     """A copy of an argument of a concatenation, taken from its result."""
-    x, made = log.values[whole], log.values[part].made
+    x = log.values[whole]
     call = log.calls[x.call]
+    dim, at = call.args[1], [read.value for read in call.reads].index(part)
     assert x.held is not None
     with below():
-        all_ = shown(x.held, x.made)
-        copy, dim, start = (
-            torch.empty_strided(made.sizes, made.strides, dtype=made.dtype, device=made.device),
-            call.args[1],
-            0,
-        )
-        for read in call.reads:
-            length = log.shape_of(read).sizes[dim]
-            if read.value == part:
-                return copy.copy_(all_.narrow(dim, start, length))
-            start += length
-    raise AssertionError
+        parts = shown(x.held, x.made).split([log.shape_of(read).sizes[dim] for read in call.reads], dim)
+        return empty_as(log.values[part].made).copy_(parts[at])
 
 
 def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
@@ -237,10 +226,10 @@ def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
             left += log.inputs_of(log.calls[x.call])
 
 
-def hold_again(log: Log, v: int, held: Tensor, why: int, cause: Cause) -> None:
+def hold_again(log: Log, v: int, held: Tensor) -> None:
     """Keep a dropped value that is saved again, so that others can be made from it."""
     x = log.values[v]
-    x.held, x.state, x.why, x.cause, x.sample = held, HELD, why, cause, sample_of(held)
+    x.held, x.state, x.sample = held, HELD, sample_of(held)
     for i in log.inputs_of(log.calls[x.call]):
         log.remove_reader(i)
 

@@ -8,46 +8,47 @@ from typing import Any
 
 import torch
 
-from leannorm.autograd.nodes import NODES
-from leannorm.saving import host, reasons
+from leannorm.saving import cpp_log, host, reasons
 from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
 from leannorm.saving.rates import Rates, of_table_alone, rates_for
-from leannorm.saving.recorded_timeline import Timeline
+from leannorm.saving.reasons import NO_CAUSE, Cause, Why
+from leannorm.saving.timeline import Timeline
 
 
-class Way:
-    """How one pass follows a plan. The log follows it by position, and asks if the pass is not as planned.
+class PlannedPass:
+    """How one pass follows a plan. `narrows`: whether the log can keep a log-softmax's narrower source
+    instead, for which a promised time has no price. `moves`: what the pass moves to the host."""
 
-    `whys`: the sentences for `Why` in log.h. `log`: what records. `moves`: what the pass moves to the host.
-    """
-
-    def __init__(
-        self, following: Following, whys: tuple[str, ...], log: Any, moves: host.Moves | None
-    ) -> None:
-        self.following, self._whys, self._log, self._moves = following, whys, log, moves
-        self.moves = moves is not None  # whether the plan chooses what is moved
-        # whether the plan may keep a log-softmax's narrower source instead, for which a promised time has no
-        # price
-        self.narrows = not following.goal.promises_time and log is NODES
+    def __init__(self, following: Following, narrows: bool, moves: host.Moves | None) -> None:
+        self.following, self.narrows = following, narrows and not following.goal.promises_time
+        self._moves, self.moves = moves, moves is not None  # whether the plan chooses what is moved
         self._calls: list[Call] = []
-        self.failed: Exception | None = None
         self.reasons = Counter[str]()
 
+    def drops(self, call: Call) -> tuple[bool, bool, Cause]:
+        """Whether the tensor that is saved now may be dropped. If it is kept: whether it is moved, and why."""
+        try:
+            return self._drops(call)
+        except Exception:  # a plan is never worth an error in the forward pass
+            return True, True, NO_CAUSE
+
     def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str, bool]:
-        """Whether the tensor at this place may be dropped, the plan to follow from here on, and why it is
-        kept: the reason's index in `whys`, and the operator to which the reason applies. Last, whether it is
-        moved if it is kept."""
-        following = self.following
+        """The same for the tensor at this place, for C++, which then follows a plan by itself: the plan from
+        here on stands second, and whether the tensor is moved last."""
         try:
             self._reach(place)
-            self._calls.append(call)
-            drops = following.rebuilds(self._calls)
-            moves = following.plan is None or following.plan.move[place]
-            return drops, self._followed(), *self._why(place), moves
-        except Exception as error:  # a plan is never worth an error in the forward pass
-            self.failed = error
+            drops, moves, (why, of) = self._drops(call)
+            return drops, self._followed(), int(why), of, moves
+        except Exception:
             return True, None, 0, "", True
+
+    def _drops(self, call: Call) -> tuple[bool, bool, Cause]:
+        following, place = self.following, len(self._calls)
+        self._calls.append(call)
+        drops = following.rebuilds(self._calls)
+        moves = following.plan is None or following.plan.move[place]
+        return drops, moves, following.why(place)
 
     def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
         """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
@@ -73,21 +74,16 @@ class Way:
             assert self.following.plan is not None
             self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
 
-    def _why(self, place: int) -> tuple[int, str]:
-        why, _, of = self.following.why(place).partition(": ")
-        return self._whys.index(why), of
-
     def _followed(self) -> Any:
+        """The plan in the form that C++ reads."""
         entry = self.following.entry
-        if entry is None:
-            return None
-        if entry.places is None:
+        if entry is not None and entry.places is None:
             plan = entry.plan
-            whys = [self._why(place) for place in range(len(plan.rebuild))]
-            reason, of = [why for why, _ in whys], [of for _, of in whys]
+            causes = [self.following.why(place) for place in range(len(plan.rebuild))]
+            whys, of = [int(cause.why) for cause in causes], [cause.of for cause in causes]
             drops, moves = list(plan.rebuild), list(plan.move)
-            entry.places = self._log.Places(plan.made_for.calls, drops, moves, reason, of)
-        return entry.places
+            entry.places = cpp_log.Places(plan.made_for.calls, drops, moves, whys, of)
+        return None if entry is None else entry.places
 
     def passed(
         self,
@@ -121,9 +117,7 @@ class Way:
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         whys = {
-            place: reasons.made_of(self._whys[value.why], value.of)
-            for place, value in kept
-            if value.why and not value.makes
+            place: Cause(Why(value.why), value.of) for place, value in kept if value.why and not value.makes
         }
 
         def again(seen: Taken) -> Pass | None:
