@@ -73,6 +73,7 @@ def test_trains_as_stock_and_keeps_less(name, settings):
 @pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_keeps_what_cpp_keeps(settings, monkeypatch):
+    monkeypatch.setattr(cpp_log, "NODES", NODES)
     x, kept = torch.randn(4, 3, 16, 16), []
     for module in (cpp_log, log):
         recorded_pass.LOG = module

@@ -27,7 +27,7 @@ class PlannedPass:
         self.reasons = Counter[str]()
 
     def drops(self, call: Call) -> tuple[bool, bool, Cause]:
-        """Whether the tensor that is saved now may be dropped. If it is kept: whether it is moved, and why."""
+        """Whether the tensor that is saved now may be dropped; if kept, whether it is moved, and why."""
         try:
             return self._drops(call)
         except Exception:  # a plan is never worth an error in the forward pass
