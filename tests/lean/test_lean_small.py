@@ -232,6 +232,21 @@ def test_a_checkpoint_within_a_small_pass_is_no_foreign_hook():
         assert not any("other saved-tensor hooks" in reason for reason in saved.reasons)
 
 
+def test_a_small_pass_within_a_recorded_one_is_no_foreign_hook(with_and_without_nodes):
+    def small_pass(x):
+        with lean("norm"):
+            return (x * 2).exp().sin()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    for _ in range(2):
+        small_pass(x).sum().backward()
+    with lean("norm") as saved:
+        y = small_pass((x * 3).exp()).exp().sum()
+    y.backward()
+    assert saved.records
+    assert not any("other saved-tensor hooks" in reason for reason in saved.reasons)
+
+
 def test_a_limit_that_is_no_number_is_an_error(monkeypatch):
     monkeypatch.setenv("LEANNORM_SMALL_BYTES", "4 MiB")
     with pytest.raises(InputError, match="LEANNORM_SMALL_BYTES must be a number of bytes, got '4 MiB'"):

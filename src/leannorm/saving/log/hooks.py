@@ -303,4 +303,4 @@ def record_unpack(saved: Any) -> Tensor:
         return tensor if saved.spec is None else shared_as(tensor, saved.spec)
 
 
-OWN.append(record_unpack)
+OWN += record_unpack, unpack_others

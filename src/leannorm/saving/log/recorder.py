@@ -38,11 +38,11 @@ class _OfThread(threading.local):
 
 
 THREAD = _OfThread()
-OWN: list[Any] = []  # the log's own unpack hook
+OWN: list[Any] = []  # unpack hooks of lean()
 
 
 def unpack_of_others() -> Any:
-    """The unpack hook that is set now, if it is not the log's own."""
+    """The unpack hook that is set now, if it is not of lean()."""
     top = _top_hooks(True)
     return None if top is None or top[1] in OWN else top[1]
 
