@@ -222,10 +222,9 @@ def test_the_table_of_passes_has_every_case():
 def test_what_a_pass_adds_is_that_of_the_table(name, which):
     """Counted on the stand-in for a GPU; the host reads nothing back once all calls were tried."""
     passes = added_by_passes()[f"{name}, {which}"]
-    tried, settled = (4, 7) if which == "budget" else (2, 2)
-    assert not any(one["waits"] for one in passes[tried:])
+    assert not any(one["waits"] for one in passes[2:])
     most = table_of_passes()[f"{name}, {which}"]
-    for one in passes[settled:]:
+    for one in passes[2:]:
         added = tuple(sum(one[part].values()) for part in ("forward", "again", "others"))
         assert all(map(operator.le, added, most)), one
         assert added == most or which == "budget", one  # prices decide what a plan makes again

@@ -15,7 +15,7 @@ from standin_cases import LAUNCHED, MODELS, SETTINGS
 
 from leannorm.ops import modes
 
-PASSES, OF_A_PLAN = 4, 9  # a plan may be made again in its first passes
+PASSES = 4
 
 
 def launched(name, setting, passes):
@@ -40,9 +40,8 @@ def launched(name, setting, passes):
 
 def added(name, which):
     """What each pass launches more than a plain one, by operator, and what the host waited for."""
-    found, passes = [], OF_A_PLAN if which == "budget" else PASSES
-    plain = launched(name, None, passes)
-    for ours, theirs in zip(launched(name, SETTINGS[which], passes), plain, strict=True):
+    found, plain = [], launched(name, None, PASSES)
+    for ours, theirs in zip(launched(name, SETTINGS[which], PASSES), plain, strict=True):
         backward = ours[1] - theirs[1]
         again = {one: n for one, n in backward.items() if one in theirs[0] and not one.startswith("cop")}
         others = {one: n for one, n in backward.items() if one not in again}
