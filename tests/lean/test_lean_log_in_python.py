@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import cpp_log, log, plans, reasons, recorded_pass
+from leannorm.saving.log import trials
 from leannorm.saving.log.recorder import THREAD
 
 SETTINGS = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.5}]
@@ -80,6 +81,18 @@ def test_keeps_what_cpp_keeps(settings, monkeypatch):
         plans.KNOWN.clear()
         kept.append(trained(images, x, lambda: lean(**settings))[1].kept_bytes)
     assert kept[0] == kept[1]
+
+
+def test_what_only_moves_elements_is_not_tried():
+    """Any two calls of it give the same bits."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with lean("norm") as saved:
+        y = x.exp().flip(0).sin()
+    tried = {op for (op, *_), _ in trials._TRIED}
+    assert torch.ops.aten.exp.default in tried
+    assert torch.ops.aten.flip.default not in tried
+    assert saved.rebuilt_bytes > 0
+    y.sum().backward()
 
 
 def test_a_mode_is_on_within_a_pass_alone():
