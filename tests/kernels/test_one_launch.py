@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -288,7 +287,7 @@ def test_rows_that_leave_lanes_idle_have_as_many_bytes_on_their_way(kept, shared
 @interpreted
 def test_the_backward_pass_reads_each_row_once_and_a_groups_line_once_a_program(monkeypatch):
     """Three sizes of the input in whole sectors, a scale and two sums for each program, and their sum."""
-    from leannorm.ops.backends.triton import rows, shares, tape
+    from leannorm.ops.backends.triton import rows
 
     groups, length, kept = 3, 40, 576
     shape = groups * length, kept
@@ -297,42 +296,32 @@ def test_the_backward_pass_reads_each_row_once_and_a_groups_line_once_a_program(
     mean, rstd = torch.randn(shape[0], 1), torch.rand(shape[0], 1)
     given = dy, None, x, mean, rstd, scale, 1, 2, False, True, True, 1.0
     want = rows.row_backward(*given)
-    seen = []
+    programs = []
+
+    def called():
+        run = rows.launch  # the one that notes
+
+        def counted(kernel, count, *more, **constants):
+            programs.append(count)
+            run(kernel, count, *more, **constants)
+
+        patch.setattr(rows, "launch", counted)
+        return rows.row_backward(*given)
+
     with pytest.MonkeyPatch.context() as patch:
-        traffic = Traffic(patch)
-        traffic.tensors = {n: (t.data_ptr(), t) for n, t in (("x", x), ("dy", dy), ("scale", scale))}
-        made = rows.empty_like
-
-        def noted(t):
-            new = made(t)
-            traffic.tensors["dx"] = new.data_ptr(), new
-            return new
-
-        def one(kernel, programs, *more, **constants):
-            traffic.launches.append(defaultdict(list))
-            seen.append((kernel.__name__, programs))
-            run(kernel, programs, *more, **constants)
-
-        run = rows.launch
-        patch.setattr(rows, "empty_like", noted)
-        for module in (rows, shares):
-            patch.setattr(module, "launch", one)
-        patch.setattr(rows, "processors", lambda device: 2)
-        tape.forget()
-        got = rows.row_backward(*given)
-    tape.forget()
-    torch.testing.assert_close(got, want)
-    (_, programs), *others = seen
-    assert seen == [("backward_tile", programs), *others]
-    assert [name for name, _ in others] == ["sum_shares"]
-    assert groups < programs < groups * length
-    moved = {name: np.concatenate(parts) for name, parts in traffic.launches[0].items()}
-    for name in ("x", "dy", "dx"):
-        assert len(np.unique(moved[name])) * 2 == len(moved[name]) * 2 == x.nbytes, name
-        for part in traffic.launches[0][name]:  # of each load: only whole sectors
+        on_device(patch, processors=2)
+        traffic = Traffic(patch, called)
+    torch.testing.assert_close(traffic.result, want)
+    assert traffic.kernels == ["backward_tile", "sum_shares"]
+    assert groups < programs[0] < groups * length
+    for tensor in (x, dy, traffic.result[0]):
+        loads, later = traffic.of(tensor)
+        moved = np.concatenate(loads)
+        assert len(np.unique(moved)) * 2 == len(moved) * 2 == x.nbytes
+        for part in loads:  # of each load: only whole sectors
             assert len(np.unique(part // SECTOR)) * SECTOR == len(part) * 2
-    assert len(moved["scale"]) == programs * kept
-    assert not set(traffic.launches[1]) & {"x", "dy", "dx"}
+        assert not later
+    assert sum(map(len, traffic.of(scale)[0])) == programs[0] * kept
 
 
 @interpreted

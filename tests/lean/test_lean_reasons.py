@@ -180,6 +180,7 @@ def test_a_result_that_is_dropped_in_the_with_statement_is_said(setting, small_o
 
 
 def test_compiled_code_is_said():
+    torch._dynamo.reset()  # which compiles a forward a few times only, over all tests
     network = lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))  # noqa: E731
     x = torch.randn(32, 64)
     with pytest.warns(UserWarning, match="entered inside compiled code"):

@@ -149,13 +149,11 @@ class Rules {
     const std::pair<const char*, const char*> key{call.name(), call.overload_name()};
     const auto known = by_name_.find(key);
     if (known != by_name_.end()) return known->second;
-    Rule* rule = nullptr;  // not an operator
-    if (const auto name = call.operator_name()) {
-      if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) rule = only(rule_of(*op));
-    } else if (std::strcmp(call.name(), "CompiledFunction") == 0) {
-      rule = compiled();
-    }
-    return by_name_.emplace(key, rule).first->second;
+    const auto name = call.operator_name();
+    // not an operator: its name is that of a Python class, which may end, so that another name gets the address
+    if (!name) return std::strcmp(call.name(), "CompiledFunction") == 0 ? compiled() : nullptr;
+    const auto op = c10::Dispatcher::singleton().findSchema(*name);
+    return by_name_.emplace(key, op ? only(rule_of(*op)) : nullptr).first->second;
   }
   // Whether the call runs a compiled graph: it is an autograd function, of which only the name is known.
   static bool is_compiled(const Rule* rule) { return rule == compiled(); }
