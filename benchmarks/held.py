@@ -56,7 +56,7 @@ def rows(
     stock: list[Any] = []
     found: list[Row] = []
     for setting, context in settings.items():
-        for _ in range(2):  # the first pass of a plan keeps as little as it can
+        for _ in range(4):  # the first pass keeps as little as it can, and the third one corrects the plan
             model.zero_grad()
             forward(context).backward()
         gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]

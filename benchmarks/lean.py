@@ -88,8 +88,8 @@ class Side:
         self.x = self.x.flip(0)
         self.step()
         self.x = self.x.flip(0)
-        self.step()
-        self.step()
+        for _ in range(4):  # the step that follows a plan first corrects it
+            self.step()
 
     def state(self) -> dict[str, Tensor | None]:
         gradients = {name: p.grad for name, p in self.model.named_parameters()}
