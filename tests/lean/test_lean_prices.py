@@ -154,6 +154,18 @@ def test_rebuilds_that_take_longer_than_their_calls_did_are_worth_less(monkeypat
     assert before.ratio < 0.8 < after.ratio
 
 
+def test_one_step_that_waited_for_something_else_does_not_decide(monkeypatch):
+    """Of three steps that are measured the middle one counts."""
+    net, sleep, steps = Slow(2e-3), time.sleep, 0
+    slowly = lambda s: sleep(s if torch._C._current_graph_task_id() < 0 or steps != 3 else 20 * s)  # noqa: E731
+    monkeypatch.setattr(time, "sleep", slowly)
+    plans = []
+    for steps in range(8):  # noqa: B007  (read above)
+        plans.append(plan_of(net, 1, backward=0.3))
+    assert max(plan.ratio for plan in plans[2:]) > plans[-1].ratio
+    assert plans[-1].ratio <= 0.5
+
+
 @pytest.mark.parametrize("case", ["another step begins", "no backward pass"])
 def test_a_step_that_is_not_one_says_nothing(case):
     """Its time is that of two steps, or it has not ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 from leannorm.planning.goal import Goal
@@ -24,6 +25,7 @@ _MISSES = 2
 _MOST_FOLLOWS = 8  # a plan whose passes all have other sizes stays at its first prices
 _LEAST_SHARE = 0.01  # of a step: rebuilds that take less do not tell how wrong their prices are
 _WRONG = 4.0  # times that prices may be too high or too low: beyond that the measurement was disturbed
+_STEPS = 3  # that are measured: one of them may have waited for something else
 
 
 class Spent(Protocol):
@@ -41,8 +43,9 @@ class _Made:
     until other plans are made. `follows`: passes that followed these. `misses`: how many of those kept more
     than planned; `missed`: whether the last one did. `rungs`: the plans for all overheads, if steps are
     measured; `loop` chooses one. `again`: the pass at the prices of another one, until there has been one,
-    since the first calls of a process take longer. `priced`: the pass at those, until a step that follows its
-    plan has ended; `spent`: what the last such step took.
+    since the first calls of a process take longer. `priced`: the pass at those, until some steps that follow
+    its plan have ended. `spent`: what the last such step took, and the overhead of its plan by these prices.
+    `times`: for each of these steps, how many times the planned overhead its rebuilds took.
     """
 
     calls: tuple[Call, ...]
@@ -54,7 +57,8 @@ class _Made:
     rungs: tuple[RebuildPlan, ...] = ()
     again: Callable[[Taken], Pass | None] | None = None
     priced: Pass | None = None
-    spent: Spent | None = None
+    spent: tuple[Spent | None, float] = None, 0.0
+    times: list[float] = field(default_factory=list)
     loop: Loop | None = None
 
     def rung(self) -> RebuildPlan | None:
@@ -221,7 +225,7 @@ class Following:
 
     def _price_again(self, entry: _Entry, seconds: Callable[[], Taken], spent: Spent | None) -> None:
         """The pass that follows a new plan shows what its calls take where they are not the first. The next
-        one shows, when it has ended, which share of its step the rebuilds take."""
+        ones show, when they have ended, which share of their steps the rebuilds take."""
         made = entry.made
         if made.again is not None:
             made.priced, made.again = made.again(seconds()), None
@@ -230,13 +234,14 @@ class Following:
             return
         if made.priced is None:
             return
-        share = None if made.spent is None else made.spent.share()
-        made.spent = spent
-        if share is None:
-            return
-        priced, planned, made.priced, made.spent = made.priced, entry.plan.chosen.overhead, None, None
-        if planned >= _LEAST_SHARE:
-            self._choose(entry, priced.rebuilding_in(min(max(share / planned, 1 / _WRONG), _WRONG)))
+        planned = entry.plan.chosen.overhead / (median(made.times) if made.times else 1.0)
+        (last, of_last), made.spent = made.spent, (spent, planned)
+        share = None if last is None else last.share()
+        if share is not None and of_last >= _LEAST_SHARE:
+            made.times.append(min(max(share / of_last, 1 / _WRONG), _WRONG))
+            self._choose(entry, made.priced.rebuilding_in(median(made.times)))
+        if planned < _LEAST_SHARE or len(made.times) == _STEPS:
+            made.priced, made.spent = None, (None, 0.0)
 
     def _choose(self, entry: _Entry, passed: Pass) -> None:
         """Choose another plan for the entry, from the same pass at other prices."""
