@@ -56,7 +56,7 @@ def rows(
     stock: list[Any] = []
     found: list[Row] = []
     for setting, context in settings.items():
-        for _ in range(4):  # the first pass keeps as little as it can, and the third one corrects the plan
+        for _ in range(6):  # the first pass keeps as little as it can, and three later ones correct the plan
             model.zero_grad()
             forward(context).backward()
         gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]

@@ -88,7 +88,7 @@ class Side:
         self.x = self.x.flip(0)
         self.step()
         self.x = self.x.flip(0)
-        for _ in range(4):  # the step that follows a plan first corrects it
+        for _ in range(6):  # the first steps that follow a plan correct it
             self.step()
 
     def state(self) -> dict[str, Tensor | None]:

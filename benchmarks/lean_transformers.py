@@ -253,7 +253,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     stock, contexts = list[Tensor | None](), settings_for(model, blocks, selective, compiling)
     for setting, context in contexts.items():
-        for given in (others, *[inputs] * 4):  # a rebuild is tried on two inputs, and a plan is corrected
+        for given in (others, *[inputs] * 6):  # a rebuild is tried on two inputs, and a plan is corrected
             found = step(context, given)
         if "overhead" in setting:
 
