@@ -70,6 +70,30 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+class Overwrites(torch.autograd.Function):
+    """A user's sine, whose backward pass writes into what it saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return x.cos_().mul_(g)
+
+
+def of_one_that_overwrites(context) -> Tensor:
+    """The gradient in this context if another reader of what `Overwrites` saved comes after it."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    with context:
+        y = x @ x
+        loss = (F.relu(y).square() + Overwrites.apply(y)).sum()
+    return torch.autograd.grad(loss, x)[0]
+
+
 class Apply(nn.Module):
     """A function as a layer."""
 

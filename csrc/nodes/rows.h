@@ -31,6 +31,10 @@ struct RowForm {
       if (!read(PyTuple_GET_ITEM(shape, i), size) || x.size(start + i) != size) return false;
     return true;
   }
+  void collect(torch::dynamo::autograd::CompiledNodeArgs& args) const {
+    args.collect(start), args.collect(stop), args.collect(eps), args.collect(weight_offset);
+    args.collect(rms), args.collect(cast_before);
+  }
   bool fits(const Tensor& x, const Tensor& parameter) const {
     return !parameter.defined() || (parameter.is_floating_point() && parameter.sizes() == x.sizes().slice(start, stop - start));
   }
@@ -103,8 +107,7 @@ struct RowNorm final : Direct {
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
-    args.collect(form.start), args.collect(form.stop), args.collect(form.eps), args.collect(form.weight_offset);
-    args.collect(form.rms), args.collect(form.cast_before), args.collect(scaled);
+    form.collect(args), args.collect(scaled);
   }
 };
 
@@ -197,8 +200,7 @@ struct GatedNorm final : Direct {
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
-    args.collect(form.start), args.collect(form.stop), args.collect(form.eps);
-    args.collect(form.cast_before), args.collect(norm_before_gate);
+    form.collect(args), args.collect(norm_before_gate);
   }
 };
 

@@ -187,3 +187,15 @@ def test_a_step_that_is_not_one_says_nothing(case):
         del loss
         plans.append(saved.plan)
     assert plans[-1].ratio == plans[2].ratio < 1
+
+
+def test_two_steps_within_one_pass_say_nothing():
+    """The time of the log is that of both."""
+    net, plans = Slow(2e-3), []
+    for _ in range(4):
+        with lean() as saved:
+            for _ in range(2):
+                x = torch.randn(64, 256, requires_grad=True)
+                Backward.apply(net(x), 0.3).backward()
+        plans.append(saved.plan)
+    assert plans[-1].ratio == plans[1].ratio > 0.5
