@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from lean_cases import forget_trials
+from lean_cases import forget_trials, without_nodes
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
@@ -140,3 +140,84 @@ def test_who_saves_a_view_of_a_weight_reads_the_weight():
             loss.backward()
         found.append(weight.grad)
     assert torch.equal(*found)
+
+
+def edited_copy(x):
+    a = x * 0.5
+    b = a.clone()
+    return b.add_(1).sin() * a.exp()
+
+
+def edited_original(x):
+    a = x * 0.5
+    b = a.clone()
+    return b.sin() * a.add_(1).exp()
+
+
+def copy_of_a_copy(x):
+    a = x * 0.5
+    b = a.clone()
+    c = b.clone()
+    return b.mul_(2).sin() * c.exp() * a.cos()
+
+
+def copy_in_another_layout(x):
+    a = (x * 0.5).t()
+    return a.clone(memory_format=torch.contiguous_format).sin() * a.exp()
+
+
+def copy_of_a_part(x):
+    a = x * 0.5
+    return a[:32].clone().sin().sum() * a.exp()
+
+
+class Overwrites(torch.autograd.Function):
+    """Its backward writes into what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.cos_()
+
+
+def copy_for_one_who_overwrites(x):
+    a = x * 0.5
+    return Overwrites.apply(a.clone()) * a.exp()
+
+
+COPIES = {  # and how many copies the backward pass makes
+    edited_copy: 0,
+    edited_original: 0,
+    copy_of_a_copy: 0,
+    copy_in_another_layout: 1,
+    copy_of_a_part: 1,
+    copy_for_one_who_overwrites: 1,  # for the user's code
+}
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+@pytest.mark.parametrize("program", COPIES, ids=lambda program: program.__name__)
+def test_a_copy_of_a_rebuilt_value_shares_its_memory(program, in_python, monkeypatch):
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", "-1")
+    if in_python:
+        without_nodes(monkeypatch)
+        forget_trials()
+    x = torch.randn(128, 128)
+    for _ in range(4):
+        found, made = [], []
+        for context in (nullcontext, lambda: lean("norm")):
+            leaf = x.clone().requires_grad_()
+            with context() as saved:
+                loss = program(leaf * 1.5).sum()
+            with torch.profiler.profile() as profile:
+                loss.backward()
+            found.append(leaf.grad)
+            made.append(sum(event.name == "aten::clone" for event in profile.events()))
+        assert torch.equal(*found)
+        assert saved.rebuilt_bytes > x.nbytes
+    assert made == [0, COPIES[program]]

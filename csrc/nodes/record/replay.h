@@ -258,7 +258,15 @@ class Replay {
     else x.rebuilt = std::move(t), x.rebuilt_on = stream_of(x.made);
   }
 
+  // Whether the call copies a value that only the replay has. Nothing is written into either, so they may share memory.
+  bool may_share(const Call& call, const std::vector<Tensor>& read) const {
+    if (scratch_ || call.rule->name != "aten::clone" || call.outs.size() != 1) return false;
+    const Value &x = log_.values[call.reads[0].value], &copy = log_.values[call.outs[0]];
+    const bool has_all = static_cast<int64_t>(read[0].storage().nbytes()) == copy.storage_bytes;
+    return !x.held.defined() && !x.elsewhere && has_all && copy.made.is_of(read[0]);
+  }
   void make(const Call& call, const std::vector<Tensor>& read) {
+    if (may_share(call, read)) return is_wanted(call.outs[0]) ? keep(call.outs[0], alias_of(read[0])) : void();
     auto stack = stack_of(call, read);
     call.rule->again->callBoxed(&stack);
     for (const int v : call.outs) {
