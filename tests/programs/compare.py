@@ -12,7 +12,8 @@ from programs.language import parse
 from programs.observe import observe
 from programs.run import CopyingRun, HooksLeftOpen, LeanRun, Run, SharingRun
 
-_EDITS = re.compile(r"\.data\.|swapped\(")  # that change what a leaf's copy has, and no version
+_EDIT = re.compile(r"\.data(\.| = )")  # that changes what a leaf has, and no version
+_SWAP = re.compile(r"\.data = |swapped\(")  # that gives a leaf other memory
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,19 +43,22 @@ def judge(program, warm=False):
         return Verdict("refused without an edit", verdict.text)
     if verdict.kind == "numbers" and compared(stock, Run(program)()).kind == "numbers":
         return SAME  # of stock too: memory that torch never filled, say
-    if verdict.kind == "numbers" and "held=COPIES" in str(program) and _EDITS.search(str(program)):
-        return _edits_of_copies(program, warm)
+    if verdict.kind == "numbers" and "held=COPIES" in str(program):
+        return _edits_of_copies(program, warm, verdict)
     return verdict
 
 
-def _edits_of_copies(program, warm):
+def _edits_of_copies(program, warm, found):
     """No edit through .data reaches a copy that hooks keep: without such edits copies must do, and with them
     aliases, of which each reader must see them or raise. A leaf whose data is swapped is kept as it was read,
-    by copies and by aliases."""
+    by copies and by aliases. `found`: the verdict where nothing is edited."""
+    swaps = _SWAP.search(str(program))
+    if not swaps and not _EDIT.search(str(program)):
+        return found
     rows = str(program).replace("swapped(", "swapped(False and ").splitlines()
-    without = [row[: len(row) - len(row.lstrip())] + "pass" if ".data." in row else row for row in rows]
+    without = [row[: len(row) - len(row.lstrip())] + "pass" if _EDIT.search(row) else row for row in rows]
     verdict = judge(parse("\n".join(without)), warm)
-    if verdict.failed or "swapped(" in str(program):
+    if verdict.failed or swaps:
         return verdict
     return judge(parse(str(program).replace("held=COPIES", "held=ALIASES")), warm)
 
