@@ -72,6 +72,8 @@ inline bool is_parameter(const Tensor& t) {
   const Tensor base = base_of(t);
   if (!base.is_leaf() || base.requires_grad()) return base.is_leaf();
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(base));
+  PyTypeObject* const type = Py_TYPE(object.ptr());
+  if (THPVariable_CheckTypeExact(type)) return type == reinterpret_cast<PyTypeObject*>(ParameterClass);  // isinstance() would run Python
   const int is = PyObject_IsInstance(object.ptr(), ParameterClass);
   if (is < 0) throw py::error_already_set();
   return is == 1;

@@ -11,11 +11,13 @@
 namespace leannorm::recording {
 
 inline thread_local Rules rules;
+inline thread_local int parts = 0;  // calls that the current logged call has made so far
 
 struct Opened : at::ObserverContext {
   std::shared_ptr<Log> log;
   int call = -1;
   double start = 0;  // in seconds, the time in hooks subtracted
+  bool hides = false;  // whether no callback sees the calls within this one
 };
 
 inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t) {
@@ -124,6 +126,23 @@ inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inp
   }
 }
 
+inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn);
+inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& fn);
+
+constexpr int kParts = 2;  // calls within a call: to hide fewer takes longer than to see them
+
+// Whether the calls within this one need not be seen: torch collects the arguments of each. A profiler would miss them, and so
+// would code of others that runs within the call.
+inline bool may_hide(const Call& call, const c10::impl::LocalDispatchKeySet& keys) {
+  constexpr c10::DispatchKeySet transforms({c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                                            c10::DispatchKey::FuncTorchVmapMode, c10::DispatchKey::Functionalize, c10::DispatchKey::Python});
+  if (!call.rule->whole || call.rule->parts < kParts || call.rule->calls || !call.usable || keys.included_.has_any(transforms)) return false;
+  if (!keys.excluded_.has_all(c10::autocast_dispatch_keyset) || are_hooks_of_others()) return false;
+  if (at::hasGlobalCallbacks()) return false;
+  const auto& callbacks = at::get_record_function_tls_().sorted_tls_callbacks_;
+  return std::all_of(callbacks.begin(), callbacks.end(), [](const auto& one) { return one.callback_.start() == &begin || one.callback_.start() == &see_write; });
+}
+
 inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& fn) {
   Rule* const rule = rules.of(fn);
   if (rule == nullptr) return nullptr;
@@ -132,10 +151,12 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
     const Log::Lock lock(*current);
     for (const int call : current->open) current->calls[call].sends = true;
   }
-  if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   const bool inference = c10::InferenceMode::is_enabled();  // inference mode excludes autograd too
-  if (keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !rule->ours && !inference && !current->is_in_call_of_calls()) return nullptr;  // a part of a logged call
+  const bool is_part = keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !inference;  // of a logged call
+  if (is_part) ++parts;
+  if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
+  if (is_part && !rule->ours && !current->is_in_call_of_calls()) return nullptr;
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
@@ -145,6 +166,7 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   }
   const int number = static_cast<int>(log.calls.size());
   if (log.times) log.times->note_freed(log, number);
+  if (!log.open.empty()) log.calls[log.open.back()].rule->calls = true;
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // until all of its arguments have been read
   Call call;
@@ -154,12 +176,15 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   call.flags = flags.value_or(0), call.of_mode = are_modes();
   call.usable = flags.has_value() && !inference && !call.of_mode;
   read_arguments(log, call, fn.inputs());
+  const bool hides = may_hide(call, keys);
   if (rule->kind != Kind::kSkip) for_written(*rule, fn.inputs(), [&](const Tensor& t) { about_to_write(log, number, call, t); });
   log.calls[number] = std::move(call);
   log.open.push_back(number);
   auto opened = std::make_unique<Opened>();
-  opened->log = current, opened->call = number;
+  opened->log = current, opened->call = number, opened->hides = hides;
   if (log.measures) opened->start = clock_now() - log.in_hooks;
+  if (hides) at::enableRecordFunction(false);
+  parts = 0;
   return opened;
 }
 
@@ -186,6 +211,10 @@ inline void read_results(const at::RecordFunction& fn, Opened* const opened) {
   Log& log = *opened->log;
   const Log::Lock lock(log);
   const int number = opened->call;
+  if (number < static_cast<int>(log.calls.size())) {
+    auto& most = log.calls[number].rule->parts;
+    most = std::max<int>(most, std::exchange(parts, 0));
+  }
   if (log.measures && number < static_cast<int>(log.calls.size())) {
     log.seconds.resize(log.calls.size());
     const double taken = clock_now() - log.in_hooks - opened->start;
@@ -232,7 +261,9 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
   return isolated(*current, [&fn] { return read_call(fn); });
 }
 inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
-  if (auto* const opened = static_cast<Opened*>(context)) isolated(*opened->log, [&] { read_results(fn, opened); });
+  auto* const opened = static_cast<Opened*>(context);
+  if (opened && opened->hides) at::enableRecordFunction(true);
+  if (opened) isolated(*opened->log, [&] { read_results(fn, opened); });
 }
 
 }  // namespace leannorm::recording

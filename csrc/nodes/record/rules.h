@@ -7,6 +7,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -61,6 +62,9 @@ struct Rule {
   bool ours = false;        // it is leannorm's, whose autograd functions call it below autograd
   bool sends = false;       // it sends to other ranks, which would not repeat it
   bool varies = false;      // its threads on a device add in any order
+  bool whole = false;       // it is torch's, and calls other operators below autograd only
+  std::atomic<int> parts = 0;  // how many others it has called below autograd, at most
+  std::atomic<bool> calls = false;  // whether it has called others that are logged
   int dropout = -1;         // the argument that is dropout's probability
   bool by_statistics = false;  // batch norm, which is rebuilt with the scale and shift that follow from its statistics
 };
@@ -96,6 +100,7 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   made->op = made->again = op;
   for (size_t i = 0; i < schema.arguments().size(); ++i)
     if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite()) made->writes.push_back(i);
+  const bool mutates = !made->writes.empty();  // then autograd may copy an argument first
   for (const char* name : {"dropout_p", "dropout"})
     if (const auto at = schema.argumentIndexWithName(name)) made->dropout = *at;
   made->sends = sends(made->name);
@@ -120,6 +125,8 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
     if (of.instead == "scale and shift") made->by_statistics = true;
     else if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;
   }
+  made->whole = made->kind != Kind::kSkip && !mutates && name.name.rfind("aten::", 0) == 0 && op.hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
+                !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   if (reshapes && made->kind == Kind::kCheap) {
     made->reshapes = true, made->kind = Kind::kOnce;
     return made;
