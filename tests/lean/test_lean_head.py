@@ -344,6 +344,18 @@ def test_a_weight_that_was_edited_meanwhile_is_an_error():
             read(logits)
 
 
+@pytest.mark.parametrize("edited", [0, 1])
+def test_a_sum_of_two_layers_of_which_one_is_edited(edited):
+    layers, found = [nn.Linear(H, V, dtype=torch.float64) for _ in range(2)], []
+    for context in (contextlib.nullcontext(), lean(head=True)):
+        with context:
+            parts = [layer(torch.ones(T, H, dtype=torch.float64)) for layer in layers]
+            half, other = (parts[0] + parts[1]) * 0.5, parts[1] + parts[0]
+            parts[edited].mul_(2)
+            found.append((half.sum() + other.logsumexp(-1).sum() + parts[edited].sum()).detach())
+    assert torch.equal(*found)
+
+
 class Square(torch.autograd.Function):
     """Past torch's functions: what it is given, its gradient belongs to."""
 

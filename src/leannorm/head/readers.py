@@ -241,6 +241,17 @@ def _picked(p: Product, index: Tensor) -> Tensor:
     return made.to(p.dtype)
 
 
+@reads(Tensor.register_hook)
+def _register_hook(func: Any, x: Any, hook: Any = None) -> Any:
+    """FSDP2's hook, which gathers a module's weights and changes no gradient: what is read runs it."""
+    kind = type(getattr(hook, "__self__", None)).__module__
+    if not is_open(x) or not kind.startswith("torch.distributed.fsdp._fully_shard."):
+        return NotImplemented
+    x.hooks.append(hook)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x, hook)
+
+
 @reads(*both("argmax"))
 def _argmax(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
     if more or not is_open(x, "logits") or not is_last(x) or not _is_axis(x, dim):

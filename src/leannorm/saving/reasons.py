@@ -90,8 +90,8 @@ HEAD_IN_HOOKS = (
     " the layer, which may run it again outside of lean()"
 )
 HEAD_OF_UNITS = (
-    "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
-    " free a layer's weight before its logits are read"
+    "head=True: logits were computed as without it, since their layer was called from outside of the module"
+    " that FSDP2 gathers its weight for, and the weight may be freed before they are read"
 )
 
 
