@@ -203,6 +203,21 @@ def _sum(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any)
     return made.unsqueeze(-1) if keepdim else made
 
 
+@reads(*both("mean"))
+def _mean(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
+    """The mean over the vocabulary, or over rows too: what trainers show of a policy's logits."""
+    if more or not is_open(x, "logits") or not is_last(x):
+        return NotImplemented
+    if not (_is_axis(x, dim) or (dim is None and not keepdim)):
+        return NotImplemented
+    total = _rows(x, weights=torch.ones(x.shape[-1], device=x.device), lse=False).total
+    assert total is not None
+    made = total.reshape(_lead(x)) / x.shape[-1]
+    if dim is None:
+        return made.mean().to(x.dtype)
+    return (made.unsqueeze(-1) if keepdim else made).to(x.dtype)
+
+
 @reads(*both("gather", "take_along_dim"))
 def _gather(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(
