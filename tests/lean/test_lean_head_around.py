@@ -380,6 +380,16 @@ def test_a_weight_of_a_subclass_is_told():
     assert "is a Kind, sharded or of another subclass of tensors" in saved.reasons[-1]
 
 
+def test_a_part_of_a_flat_parameter_is_told():
+    """As FSDP1 sets a layer's weight while it runs, which it does on accelerators only."""
+    flat, x = nn.Parameter(torch.randn(V * H)), torch.randn(B, T, H)
+    flat._is_flat_param = True
+    with lean(head=True) as saved:
+        y = F.linear(x, flat.split([V * H])[0].view(V, H))
+    assert type(y) is torch.Tensor
+    assert "a part of a flat parameter" in told(saved)[0]
+
+
 @pytest.mark.filterwarnings("ignore:leannorm. most of what this pass saved was freed")
 def test_what_was_asked_is_part_of_a_copy():
     copied = copy.deepcopy(lean(head=True))

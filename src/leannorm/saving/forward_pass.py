@@ -24,7 +24,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_pass import RecordedPass
 from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made, unpack
 from leannorm.saving.timing import TimedPack, Timer
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, is_of_flat
 from leannorm.saving.verify import Layers
 from leannorm.saving.watched import Watch
 
@@ -303,6 +303,8 @@ def _no_head(weight: Tensor) -> str | None:
     """Why logits of this weight may not wait until they are read."""
     if _others_hooks():
         return reasons.HEAD_IN_HOOKS
+    if is_of_flat(weight):
+        return reasons.HEAD_OF_FLAT
     return reasons.HEAD_OF_UNITS if Units().rests(weight) else None
 
 

@@ -47,7 +47,7 @@ class Units:
 
     def gathered(self, tensor: Tensor) -> Gathered | None:
         """How long a unit's weight exists; None for any other tensor."""
-        unit = self._owner_of(tensor) if self.exist else None
+        unit: Any = self._owner_of(tensor) if self.exist else None
         memory = tensor.untyped_storage()._cdata
         for group in () if unit is None else _groups_of(unit):
             for parameter in group.fsdp_params:
@@ -64,6 +64,11 @@ class Units:
                 self._seen = len(gathered)
                 self._owners = {_memory_of(p): unit for unit, group in gathered for p in group.fsdp_params}
         return self._owners.get(memory)
+
+
+def is_of_flat(tensor: Tensor) -> bool:
+    """Whether the tensor is a view of one of FSDP1's flat parameters, which may be freed at any time."""
+    return bool(getattr(tensor._base, "_is_flat_param", False))
 
 
 _STEPS = dict[int, int]()
