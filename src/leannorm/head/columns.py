@@ -139,7 +139,8 @@ class _Columns(Function):
 
 def _parts(values: list[Tensor]) -> Iterator[slice]:
     """Split a block into parts of so few rows that temporaries stay in a CPU's cache."""
-    n, width = values[0].shape
+    width = values[0].shape[1]
+    n = max(len(values[0]), 1)  # no rows are one part
     step = max(_PART // width, 1) if values[0].device.type == "cpu" else n
     return (slice(start, start + step) for start in range(0, n, step))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from leannorm.head import forms, readers  # noqa: F401  (they fill the table of readers)
-from leannorm.head.formula import Product, Slot
+from leannorm.head.formula import Gathered, Product, Slot
 from leannorm.head.logits import Logits
 from leannorm.head.told import Told
 from leannorm.ops.modes import exporting, recording, traced, transformed
@@ -27,11 +28,19 @@ SUBCLASS = (
 
 
 class Heads(TorchFunctionMode):
-    """A mode in which heads return `Logits`, unless `refusal()` returns a reason against it."""
+    """A mode in which heads return `Logits`, unless `refusal(weight)` returns a reason against it.
 
-    def __init__(self, told: Told, refusal: Callable[[], str | None]) -> None:
+    `gathered(weight)` tells how long the weight exists, if not always.
+    """
+
+    def __init__(
+        self,
+        told: Told,
+        refusal: Callable[[Tensor], str | None],
+        gathered: Callable[[Tensor], Gathered | None],
+    ) -> None:
         super().__init__()
-        self.told, self._refusal = told, refusal
+        self.told, self._refusal, self._gathered = told, refusal, gathered
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +102,7 @@ class Heads(TorchFunctionMode):
             return False
         if torch._C._len_torch_dispatch_stack() or transformed(*given):
             return False
-        refused = self._refusal()
+        refused = self._refusal(weight)
         if refused is not None:
             self.told.note(max(weight.shape), refused)
             return False
@@ -115,8 +124,27 @@ class Heads(TorchFunctionMode):
             return None
         self.told.deferred.add((len(weight), weight.shape[1]))
         like = torch.empty((*rows.shape[:-1], len(weight)), dtype=dtype, device="meta")
-        product = Product(rows, weight, bias, dtype)
-        return Logits.of(Slot(0), [product], like, lambda: func(*args), told=self.told)
+        gathered = self._gathered(weight)
+        product = Product(rows, weight, bias, dtype, None if gathered is None else gathered.edits)
+        logits = Logits.of(Slot(0), [product], like, lambda: func(*args), told=self.told)
+        if gathered is not None and gathered.frees:
+            for module in gathered.modules:
+                _compute_at_end(module, logits)
+        return logits
+
+
+def _compute_at_end(module: nn.Module, logits: Logits) -> None:
+    """Compute what is left of the logits at the end of the module's forward pass, before its weights go."""
+    family = weakref.ref(logits)
+
+    def hook(*_: Any) -> None:
+        handle.remove()
+        left = family()
+        if left is not None:
+            end = f"the end of {type(module).__name__}"
+            left.make_family(f"{end}, where FSDP2 frees their weight (reshard_after_forward),")
+
+    handle = module.register_forward_hook(hook, prepend=True)
 
 
 def _is_plain(t: Tensor) -> bool:

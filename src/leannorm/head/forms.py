@@ -258,7 +258,9 @@ def _sum(func: Any, x: Any, other: Logits, kwargs: Any) -> Any:
     products: list[Product] = [*x.products, *other.products]
     like = shape_of(x).to(probe.dtype)
     other.check()
-    return derived(x, like, func, (other,), kwargs, formula=formula, products=products)
+    made = derived(x, like, func, (other,), kwargs, formula=formula, products=products)
+    other.join(made)
+    return made
 
 
 def _of_number(func: Any, number: Any, x: Logits) -> Any:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Slot(NamedTuple):
@@ -31,6 +31,17 @@ class Call(NamedTuple):
 Formula = Slot | Call
 
 
+class Gathered(NamedTuple):
+    """A weight that is gathered from shards while `modules` run.
+
+    `edits()` changes if the shards are edited; `frees`: the weight is freed as the modules end.
+    """
+
+    edits: Callable[[], Any]
+    frees: bool
+    modules: tuple[nn.Module, ...]
+
+
 class Product(NamedTuple):
     """`F.linear(rows, weight, bias)` in `dtype`, which is autocast's dtype if autocast was on."""
 
@@ -38,6 +49,7 @@ class Product(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
+    edits: Callable[[], Any] | None = None  # of the shards that the weight was gathered from
 
     def with_rows(self, function: Callable[[Tensor], Tensor]) -> Product:
         return self._replace(rows=function(self.rows))

@@ -28,7 +28,7 @@ _SHOWN = (
     "shape dtype device ndim layout requires_grad is_leaf is_cuda is_cpu is_meta is_mps is_xpu is_sparse"
     " is_sparse_csr is_quantized is_nested is_mkldnn itemsize nbytes names is_complex is_floating_point size"
     " dim ndimension numel nelement element_size get_device is_contiguous stride is_signed __len__ __hash__"
-    " storage_offset is_inference is_conj is_neg is_shared"
+    " _base storage_offset is_inference is_conj is_neg is_shared"
 )
 _METADATA = set[Any]()
 for _name in _SHOWN.split():
@@ -50,8 +50,9 @@ class Logits(Tensor):
     _replay: Callable[[], Tensor] | None
     _made: Tensor | None
     _made_version: int
-    _versions: list[int]
+    _versions: list[Any]
     _family: list[weakref.ref[Logits]]
+    hooks: list[Callable[[Tensor], Any]]  # of a sharded module: they run before the backward pass needs it
 
     @classmethod
     def of(
@@ -78,9 +79,11 @@ class Logits(Tensor):
                 return replay()
 
         made._replay, made._made, made._made_version = run, None, 0
-        made._versions = [t._version for t in flat(products) if t is not None]
-        made._family = [] if parent is None else parent._family
+        made._versions = _versions_of(products)
+        made._family, made.hooks = ([], []) if parent is None else (parent._family, parent.hooks)
         made._family.append(weakref.ref(made))
+        with _asis():
+            made.run_before_backward(made)
         return made
 
     @property
@@ -99,9 +102,7 @@ class Logits(Tensor):
                     f" their layer's weight {tuple(p.weight.shape)} was freed by then (by sharding?); read"
                     " them within the forward pass, or leave head=True out"
                 )
-        now = [t._version for t in flat(self.products) if t is not None]
-        edited = next((i for i, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b), None)
-        if edited is not None:
+        if _versions_of(self.products) != self._versions:
             raise InputError(
                 "lean(head=True): these logits are computed when they are first read, from a layer's input"
                 f" and weight, of which one {tuple(self.products[0].weight.shape)} or its input was edited in"
@@ -125,8 +126,36 @@ class Logits(Tensor):
                 self.told.note(self.width(), computed_for(reader, self.width()))
             with torch._C.DisableTorchFunction():  # modes are off too, `Heads` among them
                 self._made = self._replay()
+                self.run_before_backward(self._made)
             self._made_version, self._replay = self._made._version, None
         return self._made
+
+    def join(self, summed: Logits) -> None:
+        """Be a part of a sum, which belongs to the family of another layer."""
+        if self._family is not summed._family:
+            self._family.append(weakref.ref(summed))
+            summed.hooks.extend(self.hooks)
+            with _asis():
+                self.run_before_backward(summed)
+
+    def make_family(self, reader: str) -> None:
+        """Compute all logits that this layer's output was made into, before they can no longer be."""
+        families, seen = [self._family], set[int]()
+        while families:
+            family = families.pop()
+            if id(family) in seen:
+                continue
+            seen.add(id(family))
+            for logits in [reference() for reference in family]:
+                if logits is not None:
+                    if not logits.computed:
+                        logits.made(reader)
+                    families.append(logits._family)
+
+    def run_before_backward(self, made: Tensor) -> None:
+        """Let `hooks` run before the gradient of what was made of the logits."""
+        for hook in self.hooks if made.requires_grad else ():
+            made.register_hook(hook)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,11 +167,11 @@ class Logits(Tensor):
         if reader is not None:
             found = reader(func, *args, **kwargs)
             if found is not NotImplemented:
-                return found
+                return _hooked(found, _among(args, kwargs))
         name = name_of(func)
         if _writes(func, name, kwargs):
             for logits in _among(args, kwargs):
-                _make_all(logits._family, name)
+                logits.make_family(name)
         return func(*_plain(args, name), **_plain(kwargs, name))
 
     @classmethod
@@ -154,7 +183,7 @@ class Logits(Tensor):
             return args[0]._alias()
         for logits in _among(args, kwargs):
             if func._schema.is_mutable:
-                _make_all(logits._family, str(func))
+                logits.make_family(str(func))
             elif logits._made is not None and logits._made._version != logits._made_version:
                 raise InputError(
                     f"lean(head=True): logits that were edited in place reached {func} past torch's"
@@ -250,9 +279,16 @@ def _values(args: Any, name: str) -> Any:
     return tree_map_only(Logits, lambda x: x.made(name).detach(), args)
 
 
-def _make_all(family: list[weakref.ref[Logits]], name: str) -> None:
-    """Compute all logits of a family before one of them is edited."""
-    for reference in [*family]:
-        logits = reference()
-        if logits is not None and not logits.computed:
-            logits.made(name)
+def _hooked(found: Any, read: list[Logits]) -> Any:
+    """What a reader found; logits among it have the hooks already."""
+    hooked = [logits for logits in read if logits.hooks]
+    for made in tree_flatten(found)[0] if hooked else ():
+        if isinstance(made, Tensor) and not isinstance(made, Logits):
+            for logits in hooked:
+                logits.run_before_backward(made)
+    return found
+
+
+def _versions_of(products: Sequence[Product]) -> list[Any]:
+    versions = [t._version for t in flat(products) if t is not None]
+    return versions + [p.edits() for p in products if p.edits is not None]

@@ -203,6 +203,21 @@ def _sum(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any)
     return made.unsqueeze(-1) if keepdim else made
 
 
+@reads(*both("mean"))
+def _mean(func: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
+    """The mean over the vocabulary, or over rows too: what trainers show of a policy's logits."""
+    if more or not is_open(x, "logits") or not is_last(x):
+        return NotImplemented
+    if not (_is_axis(x, dim) or (dim is None and not keepdim)):
+        return NotImplemented
+    total = _rows(x, weights=torch.ones(x.shape[-1], device=x.device), lse=False).total
+    assert total is not None
+    made = total.reshape(_lead(x)) / x.shape[-1]
+    if dim is None:
+        return made.mean().to(x.dtype)
+    return (made.unsqueeze(-1) if keepdim else made).to(x.dtype)
+
+
 @reads(*both("gather", "take_along_dim"))
 def _gather(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(
@@ -239,6 +254,17 @@ def _picked(p: Product, index: Tensor) -> Tensor:
     if p.bias is not None:
         made = made + precise(p.bias.to(p.dtype))[index]
     return made.to(p.dtype)
+
+
+@reads(Tensor.register_hook)
+def _register_hook(func: Any, x: Any, hook: Any = None) -> Any:
+    """FSDP2's hook, which gathers a module's weights and changes no gradient: what is read runs it."""
+    kind = type(getattr(hook, "__self__", None)).__module__
+    if not is_open(x) or not kind.startswith("torch.distributed.fsdp._fully_shard."):
+        return NotImplemented
+    x.hooks.append(hook)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(x, hook)
 
 
 @reads(*both("argmax"))

@@ -24,7 +24,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_pass import RecordedPass
 from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made, unpack
 from leannorm.saving.timing import TimedPack, Timer
-from leannorm.saving.units import Units
+from leannorm.saving.units import Units, is_of_flat
 from leannorm.saving.verify import Layers
 from leannorm.saving.watched import Watch
 
@@ -100,8 +100,8 @@ class ForwardPass:
         elif self._first is not None:
             self._first.hooks = self._set
         if self._settings.head:
-            self.told = Told(self._line)
-            heads = Heads(self.told, _no_head)
+            self.told, units = Told(self._line), Units()
+            heads = Heads(self.told, _no_head, units.gathered)
             heads.open()
             self._stack.callback(heads.close)
         self._nodes = nodes_made()
@@ -299,11 +299,13 @@ def refusal() -> str | None:
     return reasons.HOOKS_AROUND if _others_hooks() else None
 
 
-def _no_head() -> str | None:
-    """Why logits may not wait until they are read."""
+def _no_head(weight: Tensor) -> str | None:
+    """Why logits of this weight may not wait until they are read."""
     if _others_hooks():
         return reasons.HEAD_IN_HOOKS
-    return reasons.HEAD_OF_UNITS if Units().exist else None
+    if is_of_flat(weight):
+        return reasons.HEAD_OF_FLAT
+    return reasons.HEAD_OF_UNITS if Units().rests(weight) else None
 
 
 def _others_hooks() -> bool:

@@ -89,9 +89,13 @@ HEAD_IN_HOOKS = (
     "head=True: logits were computed as without it, since a checkpoint or other saved-tensor hooks are around"
     " the layer, which may run it again outside of lean()"
 )
+HEAD_OF_FLAT = (
+    "head=True: logits were computed as without it, since their layer's weight is a part of a flat parameter"
+    " of FullyShardedDataParallel (FSDP1), which may be freed before they are read"
+)
 HEAD_OF_UNITS = (
-    "head=True: logits were computed as without it, since this process has sharded modules (FSDP2), which"
-    " free a layer's weight before its logits are read"
+    "head=True: logits were computed as without it, since their layer was called from outside of the module"
+    " that FSDP2 gathers its weight for, and the weight may be freed before they are read"
 )
 
 

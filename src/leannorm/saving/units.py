@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from leannorm.head.formula import Gathered
 from leannorm.saving.shards import local_of
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -38,6 +41,21 @@ class Units:
         self.freed_first = unit if self.freed_first is None else self.freed_first
         return 2
 
+    def rests(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a weight of a unit that does not run now."""
+        return self.exist and self.owner_runs(tensor) == 2
+
+    def gathered(self, tensor: Tensor) -> Gathered | None:
+        """How long a unit's weight exists; None for any other tensor."""
+        unit: Any = self._owner_of(tensor) if self.exist else None
+        memory = tensor.untyped_storage()._cdata
+        for group in () if unit is None else _groups_of(unit):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param") and _memory_of(parameter) == memory:
+                    edits = partial(_edits, parameter.sharded_param)
+                    return Gathered(edits, group._reshard_after_forward, tuple(unit._modules))
+        return None
+
     def _owner_of(self, tensor: Tensor) -> Any:
         memory = tensor.untyped_storage()._cdata
         if memory not in self._owners:
@@ -46,6 +64,29 @@ class Units:
                 self._seen = len(gathered)
                 self._owners = {_memory_of(p): unit for unit, group in gathered for p in group.fsdp_params}
         return self._owners.get(memory)
+
+
+def is_of_flat(tensor: Tensor) -> bool:
+    """Whether the tensor is a view of one of FSDP1's flat parameters, which may be freed at any time."""
+    return bool(getattr(tensor._base, "_is_flat_param", False))
+
+
+_STEPS = dict[int, int]()
+
+
+def _count_steps(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            _STEPS[id(p)] = _STEPS.get(id(p), 0) + 1
+
+
+def _edits(shard: Tensor) -> tuple[int, ...]:
+    """Changes if the shard is edited: fused and foreach steps of optimizers leave a DTensor's version."""
+    if not _STEPS:
+        _STEPS[0] = 0
+        register_optimizer_step_post_hook(_count_steps)
+    local = local_of(shard)
+    return shard._version, 0 if local is None else local._version, _STEPS.get(id(shard), 0)
 
 
 def _modules() -> Any:
