@@ -18,7 +18,7 @@ from leannorm.transforms.folding.match import Fold, LinearCall, NormCall, Skip, 
 def affine_of(norm: NormCall, variables: Mapping[str, Tensor]) -> Affine:
     """The norm's call as scale and shift, from its variables' values."""
     _, *of_affine, _, mean, var, _, _ = norm.tensors
-    values = (None if node is None else variables[str(node.target)] for node in (mean, var, *of_affine))
+    values: Any = (None if node is None else variables[str(node.target)] for node in (mean, var, *of_affine))
     mean, var, weight, bias = values
     return affine(mean, var, weight, bias, norm.norm.eps)
 
