@@ -43,11 +43,9 @@ def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, re
 
 
 @triton.jit
-def _factor(
-    weight, each, step, row, exists, k, kept, dtype: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr
-):
+def _factor(weight, row, exists, k, kept, dtype: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr):
     """ONE + weight."""
-    value = line(weight, each, step, row, exists, k, kept, dtype, TILE)
+    value = line(weight, row, exists, k, kept, dtype, TILE)
     return value if ONE == 0.0 else ONE + value
 
 
@@ -110,7 +108,7 @@ def backward_tile(
             valid += group * rows
         weight += group * (step // TILE.vector * TILE.vector)
     if weight is not None and each is None:
-        w = _factor(weight, None, None, None, None, k, kept, dtype, ONE, TILE)
+        w = _factor((weight, None, None), None, None, k, kept, dtype, ONE, TILE)
     if dweight is not None and each is None:
         sum_dweight = tl.zeros([kept_rows, BLOCK], dtype)
         sum_dbias = tl.zeros([kept_rows, BLOCK], dtype)
@@ -131,7 +129,7 @@ def backward_tile(
             where, there = values(other, live_rows, across, kept, inner, TILE)
             other_g, other_xhat = _gradient(dy + start, where, x + start, where, centre, factor, there, dtype)
             if weight is not None:
-                other_g *= _factor(weight, each, step, row, exists, other, kept, dtype, ONE, TILE)
+                other_g *= _factor((weight, each, step), row, exists, other, kept, dtype, ONE, TILE)
             by_xhat = tl.sum(other_g * other_xhat, 1)
             by_one = tl.sum(other_g, 1)
         d, xhat = _gradient(dy + d_start, of_dy, x + x_start, of_x, centre, factor, read, dtype)
@@ -140,7 +138,7 @@ def backward_tile(
             if each is None:
                 g = d * w
             else:
-                g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+                g = d * _factor((weight, each, step), row, exists, k, kept, dtype, ONE, TILE)
         if HOW.halves:
             by_xhat += tl.sum(g * xhat, 1)
             by_one += tl.sum(g, 1)
@@ -193,7 +191,7 @@ def backward_long(
         offset, inside = values(k, there, across, kept, inner, TILE)
         g, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
         if weight is not None:
-            g *= _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+            g *= _factor((weight, each, step), row, exists, k, kept, dtype, ONE, TILE)
         sum_xhat += g * xhat
         sum_one += g
     by_xhat = tl.sum(sum_xhat, 1) / kept
@@ -205,7 +203,7 @@ def backward_long(
         d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, read, dtype)
         g = d
         if weight is not None:
-            g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+            g = d * _factor((weight, each, step), row, exists, k, kept, dtype, ONE, TILE)
         if dweight is not None:
             _put_sum(dweight + start, offset, d, xhat, inside)
         through = None if dtotal is None else dtotal + start

@@ -53,7 +53,7 @@ def gate_backward(
         offset, inside = values(k, exists, across, kept, inner, TILE)
         d = tl.load(dtotal + start + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
         if EACH:
-            g = line(gate, 1, step, row, exists, k, kept, dtype, TILE)
+            g = line((gate, 1, step), row, exists, k, kept, dtype, TILE)
         else:
             g = parameter(gate, k, kept, dtype)
         tl.store(dresidual + start + offset, (d * g).to(dresidual.dtype.element_ty), inside)
