@@ -9,6 +9,7 @@ from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
 from leannorm._catalog import name_of
+from leannorm._report import grouped
 from leannorm.nn._layer import HOOKS
 from leannorm.nn.act import BatchNormActBase
 from leannorm.ops.activation import ACTIVATIONS
@@ -21,9 +22,7 @@ def fold_modules(
     model: torch.nn.Module, graph: fx.Graph, matches: list[Fold], skips: list[Skip]
 ) -> tuple[list[Fold], list[Skip]]:
     """Fold, in place, every norm module all of whose calls match; returns the folded and the skipped."""
-    calls: dict[str, list[Fold]] = {}
-    for match in matches:
-        calls.setdefault(path_of(match.norm.node), []).append(match)
+    calls = grouped((path_of(match.norm.node), match) for match in matches)
     unmatched = {path_of(s.norm): f"{s.reason} (in one of its calls)" for s in skips}
     # all are checked before one is folded, because a layer between two norms gets a bias from the first
     reasons = {path: unmatched.get(path) or _why_not(model, graph, path, own) for path, own in calls.items()}
