@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from leannorm.ops.backends.triton.channel_kernels import SIZES, summed
-from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.rounding import rounded_for, zeros
 from leannorm.ops.backends.triton.tiles import (
     at_data,
     block_of_channels,
@@ -21,7 +21,6 @@ from leannorm.ops.backends.triton.tiles import (
     read,
     run_of_tiles,
     tile,
-    zeros,
 )
 
 

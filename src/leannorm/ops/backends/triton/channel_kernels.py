@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leannorm.ops.backends.triton.rounding import zeros
 from leannorm.ops.backends.triton.tiles import (
     at_data,
     block_of_channels,
@@ -23,7 +24,6 @@ from leannorm.ops.backends.triton.tiles import (
     tile,
     tile_count,
     values_before,
-    zeros,
 )
 
 SIZES = ("C", "inner", "samples", "tiles", "parts", "G")

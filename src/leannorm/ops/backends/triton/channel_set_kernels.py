@@ -17,7 +17,7 @@ from leannorm.ops.backends.triton.channel_kernels import (
     squares_again,
     summed,
 )
-from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.rounding import rounded_for, zeros
 from leannorm.ops.backends.triton.tiles import (
     at_data,
     channels_of_set,
@@ -32,7 +32,6 @@ from leannorm.ops.backends.triton.tiles import (
     tile,
     tile_count,
     values_before,
-    zeros,
 )
 
 SIZES = ("C", "inner", "samples", "G")
@@ -164,9 +163,8 @@ def set_backward_kernel(
     high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), dtype)
     scale = per_channel(rstd, place, exists, 0.0, dtype)
 
-    BC: tl.constexpr = TILE.channels
-    weighted_dz = tl.zeros((BC,), tl.float64)
-    weighted_dz_xhat = tl.zeros((BC,), tl.float64)
+    weighted_dz = zeros(TILE.channels, None, tl.float64)
+    weighted_dz_xhat = zeros(TILE.channels, None, tl.float64)
     for c0 in range(first, last, TILE.channels):
         c = c0 + tl.arange(0, TILE.channels)[:, None]
         w = per_channel(weight, c, c < last, 1.0, dtype)

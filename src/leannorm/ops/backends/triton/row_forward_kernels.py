@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leannorm.ops.backends.triton.rounding import zeros
 from leannorm.ops.backends.triton.row_addresses import (
     begin_of,
     divided,
@@ -94,12 +95,11 @@ def _normalize_rows(
 ):  # fmt: skip
     """A tile of whole rows: statistics and output. `offset` is where they are read, `put` where they go."""
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
     value = _input(x, residual, gate, offset, read, row, exists, k, kept, dtype, TILE)
     if residual is not None:
         tl.store(total + y_start + put, value, inside)
     centred = value.to(dtype)
-    centre = tl.zeros([ROWS], dtype)
+    centre = zeros(TILE.rows, None, dtype)
     rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
@@ -145,8 +145,7 @@ def forward_tile(
     """
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
-    BLOCK: tl.constexpr = TILE.block
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, TILE.block)
     y_start, y_across = begin_of(row, start, across, near, mid, y_far, y_mid, y_near, TILE)
     put, inside = values(k, exists, y_across, kept, inner, TILE)
     start, across = begin_of(row, start, across, near, mid, x_far, x_mid, x_near, TILE)
@@ -180,8 +179,7 @@ def forward_run(
     dtype: tl.constexpr = mean.dtype.element_ty
     kept, inner = divided(kept, 1, TILE)
     group = (tl.program_id(0) // parts).to(tl.int64)
-    BLOCK: tl.constexpr = TILE.block
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, TILE.block)
     x += group * rows * kept
     y += group * rows * kept
     if residual is not None:
@@ -220,8 +218,6 @@ def forward_long(
     first block; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     there = live(valid, row, exists)
@@ -230,15 +226,15 @@ def forward_long(
         residual += start
     lane, end = walk(kept, TILE)
     of_gate = gate, gate_each, gate_step
-    centre = tl.zeros([ROWS], dtype)
+    centre = zeros(TILE.rows, None, dtype)
     if not RMS:
         offset, inside = values(lane, there, across, kept, inner, TILE)
         first = _input(x, residual, of_gate, offset, inside, row, exists, lane, kept, dtype, TILE).to(dtype)
-        centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
-    lane_mean = tl.zeros([ROWS, BLOCK], dtype)
-    lane_square = tl.zeros([ROWS, BLOCK], dtype)
+        centre = tl.sum(first, 1) / tl.minimum(kept, TILE.block)
+    lane_mean = zeros(TILE.rows, TILE.block, dtype)
+    lane_square = zeros(TILE.rows, TILE.block, dtype)
     seen = tl.full((), 0.0, dtype)  # a plain number is always float32
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, there, across, kept, inner, TILE)
         value = _input(x, residual, of_gate, offset, inside, row, exists, k, kept, dtype, TILE).to(dtype)
@@ -250,25 +246,25 @@ def forward_long(
             step = from_mean * (1.0 / seen)
             lane_mean += step
             lane_square += from_mean * (from_mean - step)
-    rest = tl.zeros([ROWS], dtype)
+    rest = zeros(TILE.rows, None, dtype)
     square = tl.sum(lane_square, 1)
     if not RMS:
-        count = ((kept - lane + BLOCK - 1) // BLOCK).to(dtype)[None, :]
+        count = ((kept - lane + TILE.block - 1) // TILE.block).to(dtype)[None, :]
         rest = tl.sum(lane_mean * count, 1) / kept
         between = lane_mean - rest[:, None]
         square += tl.sum(count * between * between, 1)
-    scale = tl.zeros([ROWS], dtype) + 1.0
+    scale = zeros(TILE.rows, None, dtype) + 1.0
     if beyond_float32(square, there, CHECKED):
-        largest = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK, num_stages=2):
+        largest = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block, num_stages=2):
             k = begin + lane
             offset, inside = values(k, there, across, kept, inner, TILE)
             value = _input(x, residual, of_gate, offset, inside, row, exists, k, kept, dtype, TILE).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
         scale = scale_of(tl.max(largest, 1))
-        lane_square = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK, num_stages=2):
+        lane_square = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block, num_stages=2):
             k = begin + lane
             offset, inside = values(k, there, across, kept, inner, TILE)
             value = _input(x, residual, of_gate, offset, inside, row, exists, k, kept, dtype, TILE).to(dtype)
@@ -280,7 +276,7 @@ def forward_long(
     if valid is not None:
         factor = tl.where(there, factor, 0.0)
     tl.store(rstd + row, factor, exists)
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
         read = of_live(inside, valid, there)

@@ -22,11 +22,6 @@ from leannorm.ops.backends.triton.activations import activate, derivative, deriv
 
 
 @triton.jit
-def zeros(rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr):
-    return tl.zeros((rows, columns), dtype)
-
-
-@triton.jit
 def tile_count(inner, samples, TILE: tl.constexpr):
     """How many tiles a segment has for each block of channels."""
     samples = samples.to(tl.int64)
