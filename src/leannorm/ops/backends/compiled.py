@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from leannorm._types import (
     KeptByChannelNorm,
     KeptByRowNorm,
     Maybe,
+    MaybeTensor,
     Moments,
     Rows,
     Running,
@@ -48,14 +49,10 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
 
-@overload
-def like(x: Tensor, other: Tensor) -> Tensor: ...
-@overload
-def like(x: Tensor, other: None) -> None: ...
-def like(x: Tensor, other: Tensor | None) -> Tensor | None:
+def like(x: Tensor, other: MaybeTensor) -> MaybeTensor:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
-        return None
+        return other
     if other.dtype != x.dtype:
         other = other.to(x.dtype)
     if x.is_contiguous():
