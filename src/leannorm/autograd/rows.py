@@ -11,16 +11,11 @@ from leannorm._types import KeptByRowNorm, Maybe, Rows, RowTensors
 from leannorm.autograd import by_torch
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
 from leannorm.autograd.gated import RowCall, gated_norm
-from leannorm.ops.backends import ATEN, REFERENCE, Backend
+from leannorm.ops.backends import ATEN, REFERENCE
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded, traced
 from leannorm.ops.precision import compute_dtype
 from leannorm.ops.select import pick, transformed
-
-
-def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:
-    """None for an RMS norm, unless zeros instead of it would be one more launch."""
-    return mean if backend.launches or not rms else None
 
 
 def with_scale(
@@ -77,7 +72,9 @@ class RowNorm(torch.autograd.Function):
             of_scale = bias
             factor, added = with_scale(scale, shift, weight, bias, compute_dtype(x))
         y, total, mean, rstd = backend.row_forward(x, residual, factor, added, rows, valid, gate)
-        kept, centre = x if residual is None else total, mean_to_keep(mean, rows.rms, backend)
+        kept = x if residual is None else total
+        # an RMS norm has none; on a device zeros instead of it would be one more launch
+        centre = mean if backend.launches or not rows.rms else None
         of_gate = residual if gate is not None and ctx.needs_input_grad[2] else None
         ctx.save_for_backward(kept, centre, rstd, weight, valid, gate, of_gate, scale, of_scale)
         ctx.call = call
