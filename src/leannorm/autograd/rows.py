@@ -71,7 +71,8 @@ class RowNorm(torch.autograd.Function):
         if scale is not None:
             of_scale = bias
             factor, added = with_scale(scale, shift, weight, bias, compute_dtype(x))
-        y, total, mean, rstd = backend.row_forward(x, residual, factor, added, rows, valid, gate)
+        tensors: Any = (x, residual, gate, None, None, factor, added)  # making a record takes time
+        y, total, mean, rstd = backend.row_forward(tensors, rows, valid)
         kept = x if residual is None else total
         # an RMS norm has none; on a device zeros instead of it would be one more launch
         centre = mean if backend.launches or not rows.rms else None
@@ -144,8 +145,9 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
             return made
     if in_transform or not recorded(*given):
         if scale is not None:
-            weight, bias = with_scale(scale, shift, weight, bias, compute_dtype(x))
-        y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid, gate)
+            of_scale = with_scale(scale, shift, weight, bias, compute_dtype(x))
+            tensors = RowTensors(x, residual, gate, None, None, *of_scale)
+        y, total, _, _ = backend.row_forward(tensors, rows, valid)
         return y, total
     apply = RowNorm.apply if traced() else apply_row_norm
     wide = None if scale is not None else wide_for(weight, bias)

@@ -23,6 +23,7 @@ from leannorm._types import (
     MaybeTensor,
     Moments,
     Rows,
+    RowTensors,
     Running,
 )
 from leannorm.ops import schema
@@ -236,26 +237,20 @@ class Compiled(Backend):
         return apart(wide, start, x.dtype if stays else compute_dtype(x))
 
     def row_forward(
-        self,
-        x: Tensor,
-        residual: Maybe,
-        weight: Maybe,
-        bias: Maybe,
-        rows: Rows,
-        valid: Maybe = None,
-        gate: Maybe = None,
+        self, tensors: RowTensors, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernel takes any layout, with lines contiguous ones; it does not widen the output for a weight
         of a wider dtype."""
+        x, residual, gate, _, _, weight, bias = tensors
         if rows.cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             plain = rows._replace(weight_offset=0.0, cast_before=False)
-            y, total, mean, rstd = self.row_forward(x, residual, None, None, plain, valid)
+            y, total, mean, rstd = self.row_forward(RowTensors(x, residual), plain, valid)
             y = rounded_then_weighted(y, weight, rows.weight_offset, rows.start, rows.stop)
             return y, total, mean, rstd
         given = x
         if gate is not None or (weight is not None and weight.dim() > rows.stop - rows.start):
             if x.numel() == 0 or wider(residual, x):
-                return super().row_forward(x, residual, weight, bias, rows, valid, gate)
+                return super().row_forward(tensors, rows, valid)
             x = x.contiguous()
             weight, bias, gate = (self._lines(v, x, rows.start) for v in (weight, bias, gate))
         y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows[:6], valid, gate)
