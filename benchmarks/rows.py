@@ -30,7 +30,7 @@ from benchmarks.formulas import FORMULAS, Formula
 from benchmarks.norms import Timing
 from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
-from leannorm._types import KeptByRowNorm, Rows
+from leannorm._types import KeptByRowNorm, Rows, RowTensors
 from leannorm.ops.select import pick
 
 LINES = ((16384, 256), (8192, 768), (4096, 1024), (2048, 4096))
@@ -111,11 +111,12 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
     if level == "op":
         verbs, rows = pick(plain[0]), Rows(family.axis, family.axis + 1, 1e-5, family.rms)
         b = None if family.rms else plain[2]
-        _, total, mean, rstd = verbs.row_forward(plain[0], None, plain[1], b, rows)
+        given = RowTensors(plain[0], weight=plain[1], bias=b)
+        _, total, mean, rstd = verbs.row_forward(given, rows)
         kept = KeptByRowNorm(total, mean, rstd, plain[1])
 
         def ours_forward() -> Any:
-            return verbs.row_forward(plain[0], None, plain[1], b, rows)
+            return verbs.row_forward(given, rows)
 
         def ours_backward() -> Any:
             return verbs.row_backward(dy, None, kept, rows)

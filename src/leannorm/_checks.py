@@ -24,6 +24,14 @@ def _fits(tensor: Tensor, input: Tensor, shape: Sequence[int]) -> bool:
     return (tensor.is_cpu and input.is_cpu) or tensor.device == input.device  # which takes longer
 
 
+def _shaped(name: str, tensor: Tensor, input: Tensor, shape: Sequence[int], rule: str, remedy: str) -> None:
+    """Floating point, on the input's device, of this shape; the `rule` says which one that is."""
+    floating(name, tensor)
+    same_device(name, tensor, input)
+    if tensor.shape != shape:
+        raise InputError(f"{name} must have {rule}, got {tuple(tensor.shape)}; {remedy}")
+
+
 def module(model: object, function: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"{function} is for a torch.nn.Module, got {type(model).__name__}; pass the model")
@@ -58,15 +66,6 @@ def at_least_2d(tensor: Tensor) -> None:
         raise InputError(
             f"expected at least 2D input (N, C, ...), got shape {tuple(tensor.shape)}; "
             "add a batch axis with input.unsqueeze(0)"
-        )
-
-
-def channels(name: str, vector: Tensor | None, input: Tensor) -> None:
-    if vector is not None and tuple(vector.shape) != (input.shape[1],):
-        raise InputError(
-            f"{name} must have one entry per channel, shape ({input.shape[1]},) for input "
-            f"{tuple(input.shape)}, got {tuple(vector.shape)}; "
-            "make num_features equal to the input's axis 1"
         )
 
 
@@ -198,15 +197,9 @@ def activation(act: str) -> None:
 
 def like_input(name: str, tensor: Tensor | None, input: Tensor) -> None:
     """Floating point, on the input's device, of its shape."""
-    if tensor is None or _fits(tensor, input, input.shape):
-        return
-    floating(name, tensor)
-    same_device(name, tensor, input)
-    if tensor.shape != input.shape:
-        raise InputError(
-            f"{name} must have the input's shape {tuple(input.shape)}, got {tuple(tensor.shape)}; "
-            f"broadcast it first, for example with {name}.expand_as(input)"
-        )
+    if tensor is not None and not _fits(tensor, input, input.shape):
+        remedy = f"broadcast it first, for example with {name}.expand_as(input)"
+        _shaped(name, tensor, input, input.shape, f"the input's shape {tuple(input.shape)}", remedy)
 
 
 def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -224,21 +217,15 @@ def parameters(input: Tensor, **tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if not (tensor.is_floating_point() and tensor.device == device and tensor.shape == shape):
-            floating(name, tensor)
-            same_device(name, tensor, input)
-            channels(name, tensor, input)
+            rule = f"one entry per channel, shape {shape} for input {tuple(input.shape)}"
+            _shaped(name, tensor, input, shape, rule, "make num_features equal to the input's axis 1")
 
 
 def one_per_output_channel(name: str, vector: Tensor | None, conv_weight: Tensor) -> None:
-    if vector is None:
-        return
-    floating(name, vector)
-    if not (vector.device == conv_weight.device and vector.shape == (conv_weight.shape[0],)):
-        same_device(name, vector, conv_weight)
-        raise InputError(
-            f"{name} must have one entry per output channel, shape ({conv_weight.shape[0]},), got "
-            f"{tuple(vector.shape)}; make the norm's num_features equal to the convolution's out_channels"
-        )
+    shape = (conv_weight.shape[0],)
+    if vector is not None and not _fits(vector, conv_weight, shape):
+        remedy = "make the norm's num_features equal to the convolution's out_channels"
+        _shaped(name, vector, conv_weight, shape, f"one entry per output channel, shape {shape}", remedy)
 
 
 def non_negative_eps(eps: float) -> None:
@@ -293,12 +280,8 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
     wanted = tuple(normalized_shape)
     for name, tensor in tensors.items():
         if tensor is not None and not _fits(tensor, input, wanted):
-            floating(name, tensor)
-            same_device(name, tensor, input)
-            raise InputError(
-                f"{name} must have the shape normalized_shape = {wanted}, "
-                f"got {tuple(tensor.shape)}; reshape it or leave it out"
-            )
+            rule = f"the shape normalized_shape = {wanted}"
+            _shaped(name, tensor, input, wanted, rule, "reshape it or leave it out")
 
 
 def lengths_of_rows(input: Tensor, start: int, stop: int) -> None:

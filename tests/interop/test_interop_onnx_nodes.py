@@ -35,7 +35,9 @@ def layer_norm(attributes, x, scale, bias):
     eps = attributes.get("epsilon", TABLE.eps)
     start = attributes.get("axis", -1) % x.dim()
     y = functional.layer_norm(x, x.shape[start:], scale, bias, eps)
-    _, _, mean, rstd = pick(x).row_forward(x, None, scale, bias, Rows(start, x.dim(), eps, False))
+    _, _, mean, rstd = pick(x).row_forward(
+        (x, None, None, None, None, scale, bias), Rows(start, x.dim(), eps, False)
+    )
     return y, mean, rstd
 
 

@@ -72,7 +72,7 @@ def operands(shape, start, stop, dtype, rms, residual, layout="contiguous"):  # 
 def both_ways(backend, given, start, stop, rms):  # type: ignore[no-untyped-def]
     x, residual, weight, bias, dy, dtotal = given
     rows = Rows(start, stop, 1e-5, rms)
-    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows)
+    y, total, mean, rstd = backend.row_forward((x, residual, None, None, None, weight, bias), rows)
     grads = backend.row_backward(dy, dtotal, KeptByRowNorm(total, mean, rstd, weight), rows)
     return y, total, mean, rstd, *grads
 

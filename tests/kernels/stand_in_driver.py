@@ -185,7 +185,7 @@ def numbers() -> None:
     for eps in (0.25, 0.5, 0.25):
         given = torch.tensor(eps)
         LAUNCHED.clear()
-        TRITON.row_forward(x, None, w, None, Rows(1, 2, given, True))
+        TRITON.row_forward((x, None, None, None, None, w, None), Rows(1, 2, given, True))
         TRITON.channel_forward(ChannelTensors(images), Channels(0, given))
         TRITON.channel_evaluate(ChannelTensors(images, mean=mean, var=var), Channels(0, given))
         assert len(LAUNCHED) == 3

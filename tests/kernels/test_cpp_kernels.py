@@ -306,12 +306,12 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16):
     for rows, make, shape in CASES:
         x, dy, more = (make(*shape, dtype=dtype) for _ in range(3))
         for residual in (None, more):
-            y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, rows)
+            y, total, mean, rstd = CPU.row_forward((x, residual, None, None, None, weight, bias), rows)
             kept = x if residual is None else total
             dx, *_ = CPU.row_backward(dy, residual, KeptByRowNorm(kept, mean, rstd, weight), rows)
             for part in torch.arange(len(x)).chunk(10):
                 add = None if residual is None else residual[part]
-                y_, _, *statistics = CPU.row_forward(x[part], add, weight, bias, rows)
+                y_, _, *statistics = CPU.row_forward((x[part], add, None, None, None, weight, bias), rows)
                 kept_ = KeptByRowNorm(kept[part], *statistics, weight)
                 dx_, *_ = CPU.row_backward(dy[part], add, kept_, rows)
                 assert torch.equal(y[part], y_) and torch.equal(dx[part], dx_)

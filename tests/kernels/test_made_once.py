@@ -43,11 +43,15 @@ CALLS = {
     "channel_normalize": lambda b: (b.channel_normalize(KeptByChannelNorm(X, MEAN, RSTD, V)),),
     "channel_forward, blocks": lambda b: b.channel_forward(PLAIN, Channels(-2, 1e-5))[:1],
     "channel_forward, mask": lambda b: b.channel_forward(PLAIN._replace(mask=MASK), Channels(0, 1e-5))[:1],
-    "row_forward": lambda b: b.row_forward(X, None, W, W, ROWS)[:1],
-    "row_forward, total": lambda b: b.row_forward(X, R, W, W, ROWS)[:2],
-    "row_forward, rms": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 1.0))[:2],
-    "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 0.0, True))[:2],
-    "row_forward, lines": lambda b: b.row_forward(X, R, S, S, LINES, None, S)[:2],
+    "row_forward": lambda b: b.row_forward((X, None, None, None, None, W, W), ROWS)[:1],
+    "row_forward, total": lambda b: b.row_forward((X, R, None, None, None, W, W), ROWS)[:2],
+    "row_forward, rms": lambda b: b.row_forward(
+        (X, R, None, None, None, W, None), Rows(3, 4, 1e-5, True, 1.0)
+    )[:2],
+    "row_forward, cast before": lambda b: b.row_forward(
+        (X, R, None, None, None, W, None), Rows(3, 4, 1e-5, True, 0.0, True)
+    )[:2],
+    "row_forward, lines": lambda b: b.row_forward((X, R, S, None, None, S, S), LINES)[:2],
     "gated_forward": lambda b: b.row_gated_forward(X, R, W, GATED._replace(norm_before_gate=False))[:1],
     "gated_forward, before": lambda b: b.row_gated_forward(X, R, W, GATED._replace(cast_before=True))[:1],
 }

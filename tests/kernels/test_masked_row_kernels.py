@@ -31,7 +31,7 @@ def masked(shape, start, stop, dtype, rms, residual, layout="contiguous"):
 def both_ways(backend, given, start, stop, rms, valid):
     x, residual, weight, bias, dy, dtotal = given
     rows = Rows(start, stop, 1e-5, rms)
-    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows, valid)
+    y, total, mean, rstd = backend.row_forward((x, residual, None, None, None, weight, bias), rows, valid)
     grads = backend.row_backward(dy, dtotal, KeptByRowNorm(total, mean, rstd, weight, valid), rows)
     return y, total if residual is not None else None, *grads
 

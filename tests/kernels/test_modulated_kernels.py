@@ -44,7 +44,7 @@ def ada(backend, shape, dtype, rms, summed, affine, places=(1, 1)):
     bias = None if rms else bias
     of_sum, rows = (branch, gate) if summed else (None, None), Rows(2, 3, 1e-5, rms, float(not affine))
     lines = with_scale(scale, shift, weight, bias, torch.promote_types(dtype, F32))
-    y, total, mean, rstd = backend.row_forward(x, of_sum[0], *lines, rows, None, of_sum[1])
+    y, total, mean, rstd = backend.row_forward((x, *of_sum, None, None, *lines), rows)
     kept = KeptByRowNorm(total, mean, rstd, lines[0], None, of_sum[1], of_sum[0])
     grads = backend.row_backward(dy, dtotal if summed else None, kept, rows, True, True)
     assert len(grads) == (5 if summed else 3)
@@ -159,8 +159,8 @@ def test_values_whose_squares_are_no_float32(size, rms):
     x, zero = torch.randn(4, 100) * size, torch.zeros(1, 100)
     rows = Rows(1, 2, 0.0, rms, 1.0)
     for line in (zero, zero.expand(4, 100)):
-        y, *_ = CPU.row_forward(x, None, line, line, rows)
-        wide, *_ = REFERENCE.row_forward(x.double(), None, line, line, rows)
+        y, *_ = CPU.row_forward((x, None, None, None, None, line, line), rows)
+        wide, *_ = REFERENCE.row_forward((x.double(), None, None, None, None, line, line), rows)
         torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
     gate = torch.ones(4, 100)
     for before in (True, False):
@@ -175,8 +175,8 @@ def test_large_tensors_are_written_past_the_caches(monkeypatch):
     x, dy, gate = (torch.randn(60000, 64) for _ in range(3))
     scale = torch.randn(60000, 64)
     rows, gating = Rows(1, 2, 1e-5, False, 1.0), Rows(1, 2, 1e-5, True, act="silu")
-    whole = CPU.row_forward(x, None, scale, scale, rows)
-    part = CPU.row_forward(x[:99], None, scale[:99], scale[:99], rows)
+    whole = CPU.row_forward((x, None, None, None, None, scale, scale), rows)
+    part = CPU.row_forward((x[:99], None, None, None, None, scale[:99], scale[:99]), rows)
     for a, b in zip(whole, part, strict=True):
         assert torch.equal(a[:99], b)
     back = CPU.row_backward(dy, None, KeptByRowNorm(x, *whole[2:], scale), rows)

@@ -65,7 +65,7 @@ def test_a_scale_for_other_axes_than_the_first():
     scale, shift = scale[:1], shift[:1]
     found = []
     for backend in (TRITON, REFERENCE):
-        y, _, mean, rstd = backend.row_forward(x, None, scale, shift, ROWS)
+        y, _, mean, rstd = backend.row_forward((x, None, None, None, None, scale, shift), ROWS)
         found.append((y, *backend.row_backward(dy, None, KeptByRowNorm(x, mean, rstd, scale), ROWS)))
     for got, want in zip(*found, strict=True):
         close(got, want, F32)
@@ -79,7 +79,7 @@ def test_lines_are_read_where_they_are():
         results = []
         for backend in (TRITON, REFERENCE):
             gate, scale, shift = pieces
-            y, total, mean, rstd = backend.row_forward(x, dy, scale, shift, ROWS, None, gate)
+            y, total, mean, rstd = backend.row_forward((x, dy, gate, None, None, scale, shift), ROWS)
             kept = KeptByRowNorm(total, mean, rstd, scale, None, gate, x)
             results.append((y, total, *backend.row_backward(dy, dy, kept, ROWS)))
         for got, want in zip(*results, strict=True):
@@ -91,7 +91,7 @@ def test_narrow_lines_get_sums_of_all_digits(dtype):
     """A scale in bfloat16: its gradient is a float32 sum, rounded once."""
     x, dy = torch.randn(2, 700, 32).to(dtype), torch.rand(2, 700, 32).to(dtype)
     scale = torch.randn(2, 32).to(dtype)
-    _, _, mean, rstd = REFERENCE.row_forward(x, None, scale, scale, ROWS)
+    _, _, mean, rstd = REFERENCE.row_forward((x, None, None, None, None, scale, scale), ROWS)
     given = dy, None, KeptByRowNorm(x, mean, rstd, scale), ROWS
     _, dscale, dshift = TRITON.row_backward(*given)
     assert dshift.dtype == dtype
@@ -160,8 +160,8 @@ def test_values_whose_squares_are_no_float32(size, rms):
         x, zero = torch.randn(2, n) * size, torch.zeros(1, n)
         rows = Rows(1, 2, 0.0, rms, 1.0)
         for line in (zero, zero.expand(2, n)):
-            y, *_ = TRITON.row_forward(x, None, line, line, rows)
-            wide, *_ = REFERENCE.row_forward(x.double(), None, line, line, rows)
+            y, *_ = TRITON.row_forward((x, None, None, None, None, line, line), rows)
+            wide, *_ = REFERENCE.row_forward((x.double(), None, None, None, None, line, line), rows)
             torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
         gate = torch.ones(2, n)
         for before in (True, False):

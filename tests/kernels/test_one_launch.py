@@ -53,7 +53,7 @@ def test_small_planes_of_many_channels_take_one_launch(channels, side, contiguou
     assert planned(shape, contiguous, rounds=0).sets is None  # what turns it off
     programs, constants = plan.of_sets()
     assert programs >= 64
-    tile = constants["BC"] * constants["BE"] * 2
+    tile = constants["TILE"].channels * constants["TILE"].elements * 2
     assert programs > H200 or tile >= 8 << 10  # enough is being loaded for a whole multiprocessor
     read = min(programs, H200 if plan.sets.alone else 4 * H200) * plan.sets.tiles(plan.geometry) * tile
     assert read < 50 << 20 or plan.sets.tiles(plan.geometry) <= 8  # the second time from the cache
@@ -100,8 +100,8 @@ def test_groups_of_channels_last_lie_side_by_side(shape, groups, side):
     plan = planned(shape, False, groups)
     assert plan.sets is not None
     assert plan.sets.side == side
-    assert plan.sets.block_channels * 2 >= SECTOR
-    assert side * shape[1] // groups <= plan.sets.block_channels
+    assert plan.sets.channels * 2 >= SECTOR
+    assert side * shape[1] // groups <= plan.sets.channels
     assert planned(shape, False, groups, rounds=0).sets is None
 
 

@@ -113,7 +113,7 @@ def test_many_rows_pass_through_few_programs(kernels):
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     x, dy = given[0], given[4]
     rows = Rows(1, 2, 1e-5, False)
-    _, _, mean, rstd = kernels.row_forward(x, None, None, None, rows)
+    _, _, mean, rstd = kernels.row_forward((x, None, None, None, None, None, None), rows)
     dx, dweight, dbias = kernels.row_backward(dy, None, KeptByRowNorm(x, mean, rstd), rows, False)
     assert (dweight, dbias) == (None, None)
     assert dx.isfinite().all()

@@ -48,15 +48,15 @@ def test_parts_cover_all_tiles(shape, contiguous, itemsize):
             assert (parts.parts - 1) * parts.tiles < tiles <= parts.parts * parts.tiles
             assert plan.programs(parts) < 2**31
         for tiling in filter(None, (plan.tiling, plan.sets)):
-            block = tiling.block_channels * tiling.block_elements
+            block = tiling.channels * tiling.elements
             assert block & (block - 1) == 0
             assert block * itemsize <= 32 * 32 * tiling.warps or tiling.warps == 1
             stride = plan.geometry.channels if tiling.columns else plan.geometry.inner
-            reach = (tiling.block_elements if tiling.columns else tiling.block_channels) * stride
+            reach = (tiling.elements if tiling.columns else tiling.channels) * stride
             reach += (tiling.span - 1) * plan.geometry.channels * plan.geometry.inner
             assert tiling.wide == (reach > 2**31 - 1)
             if tiling.columns:
-                assert tiling.block_channels % tiling.vector == 0 or tiling.vector < tiling.block_channels
+                assert tiling.channels % tiling.vector == 0 or tiling.vector < tiling.channels
 
 
 @needs_triton
@@ -97,10 +97,12 @@ def test_large_inputs_fill_the_processors_and_small_ones_take_one_launch():
 def test_a_tile_far_behind_2_to_the_31(columns):
     import tile_probe
 
+    from leannorm.ops.backends.triton.tiling import Tiling
+
     c, inner, samples = 48, 1 << 20, 4096
     found = torch.zeros(2, dtype=torch.int64)
     t = (samples * inner - 32) // 32 if columns else (samples - 1) * (inner // 32) + 7
-    tile_probe.probe[(1,)](found, t, c, inner, samples, COLUMNS=columns, BC=16, BE=32)
+    tile_probe.probe[(1,)](found, t, c, inner, samples, TILE=Tiling(columns, 16, False, 16, 32, 4))
     start = t * 32 * c + 16 if columns else ((samples - 1) * c + 16) * inner + 7 * 32
     assert start > 2**31
     assert found.tolist() == [start, t * 32 if columns else (samples - 1) * inner + 7 * 32]

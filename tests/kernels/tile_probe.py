@@ -8,12 +8,12 @@ from leannorm.ops.backends.triton.tiles import tile, values_before
 
 
 @triton.jit(do_not_specialize=("t", "C", "inner", "samples"))
-def probe(found, t, C, inner, samples, COLUMNS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr):  # noqa: N803
+def probe(found, t, C, inner, samples, TILE: tl.constexpr):  # noqa: N803
     t = tl.program_id(0).to(tl.int64) + t
     segment = tl.program_id(0).to(tl.int64)
-    start, _, _ = tile(t, segment, BC, C, C, inner, samples, COLUMNS, 16, False, BC, BE)
+    start, _, _ = tile(t, segment, TILE.channels, C, C, inner, samples, TILE)
     tl.store(found, start)
-    tl.store(found + 1, values_before(t, inner, samples, COLUMNS, BE))
+    tl.store(found + 1, values_before(t, inner, samples, TILE))
 
 
 @triton.jit(do_not_specialize=("at", "rows", "kept", "inner", "block"))

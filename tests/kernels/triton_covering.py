@@ -30,6 +30,8 @@ from triton_variants import (
     row_call,
 )
 
+from leannorm.ops.backends.triton.row_tiles import TileConstants
+
 variants.SHARED |= {86: 99 << 10, 89: 99 << 10, 120: 99 << 10}
 WIDE_ACTS = ("elu", "mish", "gelu_tanh", "gelu")  # in float64 each takes more registers than all the rest
 MORE = [
@@ -68,17 +70,19 @@ def about(variant: Variant, front: bool) -> Iterator[Hashable]:
         return
     yield name, "activation", constants.get("ACT"), types[:1]
     yield name, "limit", variant.options.get("maxnreg"), variant.options["num_warps"]
-    if tile := constants.get("TILE"):
+    tile = constants.get("TILE")
+    if isinstance(tile, TileConstants):
         yield name, "layout", types[:1], tile.lines, tile.vector >= 8, tile.wide
-    else:
-        yield name, "layout", types[:1], *(constants.get(n) for n in ("COLUMNS", "WIDE", "GROUPED"))
+    elif tile:
+        yield name, "layout", types[:1], tile.columns, tile.wide, constants.get("GROUPED")
 
 
 def size(variant: Variant) -> tuple[Hashable, int]:
     """The kernel and the dtype, and how many values a thread has of a tile."""
     constants = variant.constants
     tile = constants.get("TILE")
-    values = tile.rows * tile.block if tile else constants.get("BC", 1) * constants.get("BE", 1)
+    shape = (tile.rows, tile.block) if isinstance(tile, TileConstants) else tile[3:5] if tile else (1, 1)
+    values = shape[0] * shape[1]
     types = [str(t) for t in variant.signature.values() if str(t).startswith("*")]
     return (variant.kernel.__name__, "size", types[0]), values // variant.options["num_warps"]
 

@@ -10,7 +10,7 @@ import torch
 import leannorm
 from leannorm import functional as F
 from leannorm import nn
-from leannorm._types import KeptByRowNorm, Rows
+from leannorm._types import KeptByRowNorm, Rows, RowTensors
 from leannorm.ops.select import pick
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -135,7 +135,7 @@ def test_all_valid_is_no_mask_bit_for_bit(name, shape, axes, layout, dtype):
         kernels = pick(case.x)
     valid = torch.ones_like(case.kept_mask())
     rows = Rows(*axes, 1e-5, False)
-    given = case.x, case.residual, case.weight, case.bias, rows
+    given = RowTensors(case.x, case.residual, weight=case.weight, bias=case.bias), rows
     plain, masked = kernels.row_forward(*given), kernels.row_forward(*given, valid)
     assert all(map(torch.equal, plain, masked))
     both = (KeptByRowNorm(case.x, *plain[2:], case.weight, of) for of in (None, valid))

@@ -36,7 +36,9 @@ def rstd_of(x, eps=1e-6):
 
 def served(x, residual=None):
     """rstd as the backend at hand computes it."""
-    return pick(x).row_forward(x, residual, None, None, Rows(x.dim() - 1, x.dim(), 1e-6, True))[3]
+    return pick(x).row_forward(
+        (x, residual, None, None, None, None, None), Rows(x.dim() - 1, x.dim(), 1e-6, True)
+    )[3]
 
 
 @DTYPE

@@ -158,12 +158,12 @@ def test_a_norm_that_only_scales_passes_padding():
 @pytest.fixture
 def off_by(monkeypatch):
     """Weights are folded wrongly, by such a part of themselves."""
-    from leannorm.transforms.folding import modules
+    from leannorm.transforms.folding import graph
 
     def fold_wrongly(share):
-        right = modules.into_layer_before
+        right = graph.into_layer_before
         wrong = lambda *a: tuple(v * (1 + share) for v in right(*a[:2], a[2].double(), *a[3:]))  # noqa: E731
-        monkeypatch.setattr(modules, "into_layer_before", wrong)
+        monkeypatch.setattr(graph, "into_layer_before", wrong)
 
     return fold_wrongly
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from leannorm._types import Channels, ChannelTensors, Maybe, Moments, Rows
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import native
+from leannorm.ops.backends.native import behind
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import rebuilding, recorded
 
@@ -48,15 +49,6 @@ def _fuses(tensors: ChannelTensors, act: str) -> bool:
     return ACTIVATIONS[act].from_output is not None or not recorded(*tensors[:4])
 
 
-def _behind(y: Tensor, residual: Maybe, act: str) -> Tensor:
-    """act(y + residual), in y where that is possible."""
-    if residual is not None:
-        y.add_(residual)
-    if act == "identity":
-        return y
-    return y.relu_() if act == "relu" else ACTIVATIONS[act].forward(y)
-
-
 def batch_norm(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments | None] | None:
     """By the statistics of the batch, which are returned, or move the running ones if these are given.
 
@@ -76,7 +68,7 @@ def batch_norm(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments
         if made is None:
             return None
         values = x.numel() // channels
-        return _behind(made, residual, act), Moments(mean, var * (values - 1), values)
+        return behind(made, residual, act), Moments(mean, var * (values - 1), values)
     if rebuilding():
         mean, var, count = mean.clone(), var.clone(), None
     if momentum is None:
@@ -91,7 +83,7 @@ def batch_norm(tensors: ChannelTensors, norm: Channels) -> tuple[Tensor, Moments
     torch._C._increment_version((mean, var))
     if count is not None:
         count.add_(1)
-    return _behind(y, residual, act), None
+    return behind(y, residual, act), None
 
 
 def _may_move(channels: int, mean: Tensor, var: Tensor) -> bool:
@@ -148,7 +140,7 @@ def group_norm(tensors: ChannelTensors, norm: Channels) -> Maybe:
             return None
     except (RuntimeError, ZeroDivisionError):
         return None
-    return _behind(y if layout is None else y.contiguous(memory_format=layout), None, act)
+    return behind(y if layout is None else y.contiguous(memory_format=layout), None, act)
 
 
 def evaluation(tensors: ChannelTensors, norm: Channels) -> Maybe:
@@ -172,7 +164,7 @@ def evaluation(tensors: ChannelTensors, norm: Channels) -> Maybe:
         y = torch.batch_norm(x, weight, bias, mean, var, False, 0.0, eps, False)
     except RuntimeError:
         return None
-    return _behind(y, residual, act)
+    return behind(y, residual, act)
 
 
 def row_norm(

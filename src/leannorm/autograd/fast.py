@@ -327,7 +327,7 @@ def row_norm(  # noqa: PLR0913
         if _recorded(x, weight, bias):
             y = apply_row_norm(x, None, None, None, None, weight, bias, None, RowCall(backend, rows))
             return y
-        y = backend.row_forward(x, None, weight, bias, rows)[0]
+        y = backend.row_forward((x, None, None, None, None, weight, bias), rows)[0]
         return y
     except RefusedError:
         return None

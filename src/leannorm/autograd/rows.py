@@ -11,16 +11,11 @@ from leannorm._types import KeptByRowNorm, Maybe, Rows, RowTensors
 from leannorm.autograd import by_torch
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
 from leannorm.autograd.gated import RowCall, gated_norm
-from leannorm.ops.backends import ATEN, REFERENCE, Backend
+from leannorm.ops.backends import ATEN, REFERENCE
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded, traced
 from leannorm.ops.precision import compute_dtype
 from leannorm.ops.select import pick, transformed
-
-
-def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:
-    """None for an RMS norm, unless zeros instead of it would be one more launch."""
-    return mean if backend.launches or not rms else None
 
 
 def with_scale(
@@ -76,8 +71,11 @@ class RowNorm(torch.autograd.Function):
         if scale is not None:
             of_scale = bias
             factor, added = with_scale(scale, shift, weight, bias, compute_dtype(x))
-        y, total, mean, rstd = backend.row_forward(x, residual, factor, added, rows, valid, gate)
-        kept, centre = x if residual is None else total, mean_to_keep(mean, rows.rms, backend)
+        tensors: Any = (x, residual, gate, None, None, factor, added)  # making a record takes time
+        y, total, mean, rstd = backend.row_forward(tensors, rows, valid)
+        kept = x if residual is None else total
+        # an RMS norm has none; on a device zeros instead of it would be one more launch
+        centre = mean if backend.launches or not rows.rms else None
         of_gate = residual if gate is not None and ctx.needs_input_grad[2] else None
         ctx.save_for_backward(kept, centre, rstd, weight, valid, gate, of_gate, scale, of_scale)
         ctx.call = call
@@ -147,8 +145,9 @@ def row_norm(tensors: RowTensors, rows: Rows, valid: Maybe = None) -> tuple[Tens
             return made
     if in_transform or not recorded(*given):
         if scale is not None:
-            weight, bias = with_scale(scale, shift, weight, bias, compute_dtype(x))
-        y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid, gate)
+            of_scale = with_scale(scale, shift, weight, bias, compute_dtype(x))
+            tensors = RowTensors(x, residual, gate, None, None, *of_scale)
+        y, total, _, _ = backend.row_forward(tensors, rows, valid)
         return y, total
     apply = RowNorm.apply if traced() else apply_row_norm
     wide = None if scale is not None else wide_for(weight, bias)

@@ -5,8 +5,4 @@ from leannorm.distributed.joining import join
 from leannorm.distributed.membership import no_sync
 
 __all__ = ["checkpoint_contexts", "join", "no_sync"]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy

@@ -29,8 +29,4 @@ __all__ = [
     "rms_norm",
     "sync_batch_norm",
 ]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy

@@ -131,12 +131,7 @@ def _with_scale(tensors: RowTensors, shape: tuple[int, ...], rows: Rows) -> tupl
     assert scale is not None
     dtype, start = compute_dtype(x), rows.start
     x = x if residual is None else REFERENCE.add_residual(x, residual, gate, start)
-    wide = x.to(dtype)
-    weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
-    if rows.rms:
-        y = _rms_norm(wide, shape, weight, rows.eps)
-    else:
-        y = F.layer_norm(wide, shape, weight, bias, rows.eps)
+    y, _ = row_norm(RowTensors(x.to(dtype), weight=weight, bias=bias), shape, rows)
     y = y * (1 + spread(scale, x, start).to(dtype))
     y = y if shift is None else y + spread(shift, x, start).to(dtype)
     return _finished(y, x), x

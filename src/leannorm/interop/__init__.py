@@ -35,8 +35,4 @@ __all__ = [
     "save",
     "transformers",
 ]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy

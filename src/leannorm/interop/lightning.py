@@ -15,11 +15,7 @@ from leannorm.saving import lean
 from leannorm.transforms import convert
 
 __all__ = ["doctor_callback", "layer_sync", "lean_callback"]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy
 
 
 def layer_sync(process_group: dist.ProcessGroup | str | None = None) -> Any:

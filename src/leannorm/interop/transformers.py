@@ -12,11 +12,7 @@ from leannorm.saving import lean, make_lean, unmake_lean
 from leannorm.saving.models import last_pass
 
 __all__ = ["doctor_callback", "lean_callback"]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy
 
 
 def lean_callback(

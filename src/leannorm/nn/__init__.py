@@ -33,8 +33,4 @@ __all__ = [
     "RMSNormGated",
     "SyncBatchNorm",
 ]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy

@@ -102,8 +102,8 @@ def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.new_empty(shape, dtype=statistics_dtype(x))
 
 
-def _none(x: Tensor) -> Tensor:
-    return x.new_empty(0)
+def _several(x: Tensor, number: int, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(_statistics(x, shape) for _ in range(number))
 
 
 def _dz(x: Tensor, wanted: bool) -> Tensor | None:
@@ -123,8 +123,7 @@ def _count(x: Tensor, groups: int, mask: Tensor | None) -> Tensor | None:
 
 @_fake("channel_moments")
 def _(x: Tensor, groups: int, mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    shape = statistics_shape(x.shape, groups)
-    return _statistics(x, shape), _statistics(x, shape), _count(x, groups, mask)
+    return *_several(x, 2, statistics_shape(x.shape, groups)), _count(x, groups, mask)
 
 
 @_fake("channel_normalize")
@@ -133,9 +132,8 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 
 @_fake("channel_grad_sums")
-def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[1],) if mean.dim() == 1 else (mean.shape[0], x.shape[1])
-    return _statistics(x, shape), _statistics(x, shape)
+def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _several(x, 2, (*mean.shape[:-1], x.shape[1]))
 
 
 @_fake("channel_input_grad")
@@ -146,14 +144,13 @@ def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
 @_fake("channel_forward")
 def _(x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     groups, mask = (*rest, None)[5:7]
-    mean, m2, rstd = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(3))
-    return torch.empty_like(x), mean, m2, rstd, _count(x, groups, mask)
+    statistics = _several(x, 3, statistics_shape(x.shape, groups))
+    return torch.empty_like(x), *statistics, _count(x, groups, mask)
 
 
 @_fake("channel_forward_tracked_")
-def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mean, m2, rstd = (_statistics(x, (x.shape[1],)) for _ in range(3))
-    return torch.empty_like(x), mean, m2, rstd
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(x), *_several(x, 3, (x.shape[1],))
 
 
 @_fake("channel_backward")
@@ -173,7 +170,7 @@ def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, T
     _, _, start, stop, *_ = rest
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (x.new_empty(shape, dtype=compute_dtype(x)) for _ in range(2))
-    return torch.empty_like(x), _none(x) if residual is None else torch.empty_like(x), mean, rstd
+    return torch.empty_like(x), x.new_empty(0) if residual is None else torch.empty_like(x), mean, rstd
 
 
 @_fake("row_backward")
@@ -193,44 +190,19 @@ def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor 
     return torch.empty_like(x), *affines, dresidual, dgate
 
 
-def _lines(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return x.new_empty(shape, dtype=dtype or compute_dtype(x))
-
-
 @_fake("row_gated_forward")
 def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _lines(x, *x.shape, dtype=x.dtype), _lines(x, x.shape[0])
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=compute_dtype(x))
 
 
 @_fake("row_gated_backward")
 def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dgate = (_lines(x, *x.shape, dtype=x.dtype) for _ in range(2))
-    return dx, dgate, _lines(x, 1 if rest[-1] else 0, x.shape[1])
+    dweight = x.new_empty(1 if rest[-1] else 0, x.shape[1], dtype=compute_dtype(x))
+    return x.new_empty(x.shape), x.new_empty(x.shape), dweight
 
 
-@_fake("move_running_")
-def _(*arguments: Any) -> None:
-    return None
-
-
-@_fake("constants_of")
-def _(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    mean, rstd = (_statistics(running_mean, tuple(running_mean.shape)) for _ in range(2))
-    return mean, rstd
-
-
-@_fake("sums_of")
-def _(mean: Tensor, m2: Tensor, count: int) -> Tensor:
-    return mean.new_empty(4 * mean.numel())
-
-
-@_fake("moments_of")
-def _(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    mean, m2, rstd = (total.new_empty(total.numel() // 4) for _ in range(3))
-    return mean, m2, rstd, total.new_empty(())
-
-
-@_fake("means_of")
-def _(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
-    p, q = (total.new_empty(total.numel() // 2) for _ in range(2))
-    return p, q
+_fake("move_running_")(lambda *arguments: None)
+_fake("constants_of")(lambda mean, var, eps: _several(mean, 2, mean.shape))
+_fake("sums_of")(lambda mean, m2, count: _statistics(mean, (4 * mean.numel(),)))
+_fake("moments_of")(lambda total, eps: (*_several(total, 3, (total.numel() // 4,)), _statistics(total, ())))
+_fake("means_of")(lambda total, weight, count: _several(total, 2, (total.numel() // 2,)))

@@ -4,8 +4,4 @@ from leannorm.program.forking import fork
 from leannorm.program.program import Program
 
 __all__ = ["Program", "fork"]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy

@@ -88,10 +88,8 @@ def _measure_cpu(forward: Callable[[], Tensor], backward: Callable[[Tensor], obj
 
 
 def _add_up(events: list[Any], start: int, end_of_forward: int) -> StepMemory:
-    changes = sorted(
-        ((event.start_ns(), event.nbytes()) for event in events if _is_cpu_allocation(event)),
-        key=lambda change: change[0],
-    )
+    allocations = (e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU)
+    changes = sorted(((e.start_ns(), e.nbytes()) for e in allocations), key=lambda change: change[0])
     alive = held = peak = 0
     timeline = [(0.0, 0)]
     for time_ns, nbytes in changes:
@@ -101,10 +99,6 @@ def _add_up(events: list[Any], start: int, end_of_forward: int) -> StepMemory:
             held = alive
         timeline.append(((time_ns - start) / 1e9, alive))
     return StepMemory(held, peak, tuple(timeline), (end_of_forward - start) / 1e9)
-
-
-def _is_cpu_allocation(event: Any) -> bool:
-    return bool(event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
 
 
 @contextmanager

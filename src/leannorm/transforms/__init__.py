@@ -30,8 +30,4 @@ __all__ = [
     "recalibrate",
     "unfreeze",
 ]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return [*__all__]
+__dir__ = __all__.copy

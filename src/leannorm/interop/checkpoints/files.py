@@ -6,6 +6,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,10 @@ class _PickledArray:
         return self.array.astype(dtype or self.array.dtype)
 
 
-def _latin1(text: str, _: str) -> bytes:
-    return text.encode("latin1")
-
-
 _HARMLESS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "tuple"): tuple,
-    ("_codecs", "encode"): _latin1,
+    ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
     ("numpy", "dtype"): _PickledDtype,
     ("numpy", "ndarray"): _PickledArray,
     ("numpy.core.multiarray", "_reconstruct"): _PickledArray,
@@ -121,10 +118,6 @@ def read_torch(path: Path) -> Checkpoint:
     return _of_mapping(content)
 
 
-def _pickled(tree: Any) -> bytes:
-    return pickle.dumps(tree, protocol=4)
-
-
 def _msgpacked(tree: Any) -> bytes:
     msgpack = optional("msgpack", "writing Flax's .msgpack")
 
@@ -151,7 +144,7 @@ def _torch(tree: dict[str, Tensor]) -> bytes:
 
 
 WRITERS: dict[str, Callable[[Any], bytes]] = {
-    ".pdparams": _pickled,
+    ".pdparams": partial(pickle.dumps, protocol=4),
     ".msgpack": _msgpacked,
     ".safetensors": _safetensors,
     ".pt": _torch,

@@ -190,7 +190,7 @@ class Pairing:
     problems: list[str]
 
 
-def _number_of(key: str) -> str | None:
+def number_of(key: str) -> str | None:
     """The layer, if the key ends in the number of one of its arrays."""
     layer, _, leaf = key.rpartition(".")
     return layer if leaf.isdigit() else None
@@ -230,10 +230,10 @@ def match(slots: Sequence[Slot], keys: Sequence[str], absent: frozenset[str] = f
                 f"{slot.key} ({tried if slot.candidates else f'no rule for {type(slot.module).__name__}'})"
             )
     # numbers do not identify the arrays: if the count differs, each of them may be another array
-    numbered = {_number_of(key) for slot, key in pairs if key != slot.candidates[0]}
+    numbered = {number_of(key) for slot, key in pairs if key != slot.candidates[0]}
     for prefix in sorted(layer for layer in numbered if layer is not None):
-        there = [key for key in keys if _number_of(key) == prefix]
-        ours = [slot.candidates[0] for slot in own if prefix in map(_number_of, slot.candidates)]
+        there = [key for key in keys if number_of(key) == prefix]
+        ours = [slot.candidates[0] for slot in own if prefix in map(number_of, slot.candidates)]
         if len(there) != len(ours):
             problems.append(
                 f"{prefix} holds {len(there)} numbered arrays, the model {len(ours)}: {', '.join(ours)}"

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from leannorm._catalog import torchs_kind
 from leannorm._errors import InputError
+from leannorm._report import grouped
 from leannorm.interop.checkpoints.arrays import Checkpoint
 from leannorm.interop.checkpoints.conventions import Convention
-from leannorm.interop.checkpoints.matching import STATISTICS, Slot, joined, to_ours
+from leannorm.interop.checkpoints.matching import STATISTICS, Slot, joined, number_of, to_ours
 
 _AFFINE = (("weight", "bias"), ("weight",), ("bias",), ())
 _REMEDY = {
@@ -44,11 +45,8 @@ def _sets_of(slots: Sequence[Slot], theirs: Convention) -> list[list[Slot]]:
 
 def _layers(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     """The slots of each module, in the model's order; a module with two names only once."""
-    layers: dict[str, list[Slot]] = {}
-    for slot in slots:
-        layers.setdefault(slot.module_name, []).append(slot)
     seen = set()
-    for layer in layers.values():
+    for layer in grouped((slot.module_name, slot) for slot in slots).values():
         if id(layer[0].module) not in seen:
             seen.add(id(layer[0].module))
             yield layer
@@ -71,11 +69,7 @@ def name_numbers(
 ) -> tuple[Checkpoint, list[str]]:
     """The checkpoint with names for the numbered arrays of norms, and why some of them can have none."""
     tensors, absent, problems = dict(checkpoint.tensors), set(checkpoint.absent), []
-    numbers: dict[str, list[str]] = {}
-    for key in tensors:
-        prefix, _, number = key.rpartition(".")
-        if number.isdigit():
-            numbers.setdefault(prefix, []).append(key)
+    numbers = grouped((its, key) for key in tensors if (its := number_of(key)) is not None)
     norms = [norm for norm in _layers(slots) if _is_norm(norm) and theirs.framework in _REMEDY]
     for layer, prefix in ((norm, prefix) for norm in norms for prefix in norm[0].prefixes):
         there = sorted(numbers.pop(prefix, ()), key=lambda key: int(key.rpartition(".")[2]))

@@ -37,16 +37,6 @@ def _is_exact(kept: KeptByChannelNorm) -> bool:
     )
 
 
-def _behind(y: Tensor, kept: KeptByChannelNorm) -> Tensor:
-    """act(y + residual), in y if that is possible."""
-    act = kept.norm.act
-    if kept.residual is not None:
-        y.add_(kept.residual.to(y.dtype))
-    if act == "relu":
-        return y.relu_()
-    return y if act == "identity" else ACTIVATIONS[act].forward(y)
-
-
 class Scaling(NamedTuple):
     """a * x + b per channel, computed in one pass by torch's batch norm in evaluation.
 
@@ -218,21 +208,17 @@ class Aten(AtenRows):
         act = kept.norm.act
         cheap = act in ("identity", "relu")  # the others have temporaries of their own
         if cheap and pieces.high is None and _is_exact(kept):
+            residual = None if kept.residual is None else kept.residual.to(kept.x.dtype)
             if not pieces.per_sample:
-                return _behind(pieces.scale_and_shift(slice(None), kept.x), kept)
+                return native.behind(pieces.scale_and_shift(slice(None), kept.x), residual, act)
             if kept.x.is_contiguous():  # the channels of all samples, as those of one sample
-                z = pieces.scale_and_shift.of_one_sample()(
-                    slice(0, 1), kept.x.view(1, pieces.mean.numel(), -1)
-                )
-                return _behind(z.view_as(kept.x), kept)
+                flat = kept.x.view(1, pieces.mean.numel(), -1)
+                z = pieces.scale_and_shift.of_one_sample()(slice(0, 1), flat)
+                return native.behind(z.view_as(kept.x), residual, act)
         y = torch.empty_like(kept.x)
         for part in pieces.parts():
             out = y[part] if y.dtype == pieces.dtype else None
-            z = pieces.before_activation(part, pieces.values(part), out)
-            if act == "relu":
-                z.relu_()
-            elif act != "identity":
-                z = ACTIVATIONS[act].forward(z)
+            z = native.behind(pieces.before_activation(part, pieces.values(part), out), None, act)
             if z is not out:
                 y[part] = z
         return y

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import KeptByRowNorm, Maybe, Rows
+from leannorm._types import KeptByRowNorm, Maybe, Rows, RowTensors
 from leannorm.ops.backends import native
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.reference import _SLICE
@@ -22,22 +22,15 @@ class AtenRows(Backend):
 
     @torch.no_grad()
     def row_forward(
-        self,
-        x: Tensor,
-        residual: Maybe,
-        weight: Maybe,
-        bias: Maybe,
-        rows: Rows,
-        valid: Maybe = None,
-        gate: Maybe = None,
+        self, tensors: RowTensors, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = x, residual, weight, bias, valid, gate
+        x, residual, gate, _, _, weight, bias = tensors
         size = _row_size(x, rows)
         # a cast between the norm and the weight, which torch does not have
         between = rows.cast_before and not rows.rms
         more = valid is not None or gate is not None or has_lines(weight, rows)
-        if not size or more or between or not native.serves(*given):
-            return super().row_forward(*given[:4], rows, valid, gate)
+        if not size or more or between or not native.serves(*tensors, valid):
+            return super().row_forward(tensors, rows, valid)
         total = x if residual is None else x + residual.to(x.dtype)
         if rows.rms:
             return self._rms_forward(total, weight, bias, rows, size)
@@ -48,7 +41,7 @@ class AtenRows(Backend):
         beta = torch.zeros_like(gamma) if bias is None else bias.to(dtype)
         y, mean, rstd = torch.native_layer_norm(total, shape, gamma, beta, rows.eps)
         if not native.near(mean, rstd):
-            return super().row_forward(total, None, weight, bias, rows)
+            return super().row_forward(RowTensors(total, weight=weight, bias=bias), rows)
         return y, total, mean, rstd
 
     def _rms_forward(
@@ -81,7 +74,7 @@ class AtenRows(Backend):
             for part in _row_parts(flat, size):
                 y[part], rstd[part] = normed(flat[part])
         if not native.usual(rstd, rstd):
-            return super().row_forward(x, None, weight, bias, rows)
+            return super().row_forward(RowTensors(x, weight=weight, bias=bias), rows)
         rstd = rstd.reshape(*x.shape[: rows.start], *(1,) * len(shape))
         return y.reshape(x.shape), x, torch.zeros_like(rstd), rstd
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from leannorm._types import (
     KeptByChannelNorm,
     KeptByRowNorm,
     Maybe,
+    MaybeTensor,
     Moments,
     Rows,
+    RowTensors,
     Running,
 )
 from leannorm.ops import schema
@@ -48,14 +50,10 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
 
-@overload
-def like(x: Tensor, other: Tensor) -> Tensor: ...
-@overload
-def like(x: Tensor, other: None) -> None: ...
-def like(x: Tensor, other: Tensor | None) -> Tensor | None:
+def like(x: Tensor, other: MaybeTensor) -> MaybeTensor:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
-        return None
+        return other
     if other.dtype != x.dtype:
         other = other.to(x.dtype)
     if x.is_contiguous():
@@ -239,26 +237,20 @@ class Compiled(Backend):
         return apart(wide, start, x.dtype if stays else compute_dtype(x))
 
     def row_forward(
-        self,
-        x: Tensor,
-        residual: Maybe,
-        weight: Maybe,
-        bias: Maybe,
-        rows: Rows,
-        valid: Maybe = None,
-        gate: Maybe = None,
+        self, tensors: RowTensors, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernel takes any layout, with lines contiguous ones; it does not widen the output for a weight
         of a wider dtype."""
+        x, residual, gate, _, _, weight, bias = tensors
         if rows.cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             plain = rows._replace(weight_offset=0.0, cast_before=False)
-            y, total, mean, rstd = self.row_forward(x, residual, None, None, plain, valid)
+            y, total, mean, rstd = self.row_forward(RowTensors(x, residual), plain, valid)
             y = rounded_then_weighted(y, weight, rows.weight_offset, rows.start, rows.stop)
             return y, total, mean, rstd
         given = x
         if gate is not None or (weight is not None and weight.dim() > rows.stop - rows.start):
             if x.numel() == 0 or wider(residual, x):
-                return super().row_forward(x, residual, weight, bias, rows, valid, gate)
+                return super().row_forward(tensors, rows, valid)
             x = x.contiguous()
             weight, bias, gate = (self._lines(v, x, rows.start) for v in (weight, bias, gate))
         y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows[:6], valid, gate)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from leannorm._types import KeptByChannelNorm
+from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded, traced, transformed
 from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
@@ -55,6 +56,15 @@ def is_exact_by_variance(mean: Tensor, var: Tensor, eps: float = 0.0) -> bool:
     """The same by the variance, to which eps has not been added."""
     low, high = torch.aminmax(torch.addcmul(var, mean, mean, value=-1 / _NEAR**2))
     return low.item() >= -eps and high.item() < LEAST_RSTD**-2
+
+
+def behind(y: Tensor, residual: Tensor | None, act: str) -> Tensor:
+    """act(y + residual), in y where that is possible."""
+    if residual is not None:
+        y.add_(residual)
+    if act == "identity":
+        return y
+    return y.relu_() if act == "relu" else ACTIVATIONS[act].forward(y)
 
 
 def dense(x: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm._types import KeptByRowNorm, Maybe, MaybeTensor, Rows
+from leannorm._types import KeptByRowNorm, Maybe, MaybeTensor, Rows, RowTensors
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import (
@@ -121,16 +121,10 @@ class RowVerbs:
         return in_dtype(x.to(dtype) + added, x.dtype)
 
     def row_forward(
-        self,
-        x: Tensor,
-        residual: Maybe,
-        weight: Maybe,
-        bias: Maybe,
-        rows: Rows,
-        valid: Maybe = None,
-        gate: Maybe = None,
+        self, tensors: RowTensors, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, x + gate * residual (x itself without one), mean, rstd."""
+        x, residual, gate, _, _, weight, bias = tensors
         total = x if residual is None else of_valid(valid, self.add_residual(x, residual, gate, rows.start))
         mean, rstd = self.row_moments(total, rows, valid)
         y = self.row_normalize(of_valid(valid, total), mean, rstd, weight, bias, rows)

@@ -17,6 +17,7 @@ from leannorm import _checks
 from leannorm._batch import call_for, unwrapped
 from leannorm._catalog import norms_of
 from leannorm._errors import InputError
+from leannorm._report import grouped
 from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.gradients import Gradients, gradients_of
@@ -169,10 +170,8 @@ class Common:
         def decide(posts: list[Any]) -> Any:
             subject = self._subject
             subject.gradients, subject.shown = [post[1] for post in posts], [post[2] for post in posts]
-            own: dict[tuple[str, str], list[tuple[Found, int]]] = {}
-            for rank, post in zip(subject.ranks, posts, strict=True):
-                for name, one in post[0]:
-                    own.setdefault((name, one[0]), []).append((Found(*one), rank.number))
+            every = ((rank, one) for rank, post in zip(subject.ranks, posts, strict=True) for one in post[0])
+            own = grouped(((name, one[0]), (Found(*one), rank.number)) for rank, (name, one) in every)
             return [(check.name, one) for check, one in self._faults()] + [
                 (name, _of_some(several, len(posts))) for (name, _), several in own.items()
             ]

@@ -24,6 +24,14 @@ def affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
     return Affine(scale, shift if bias is None else shift + bias.detach().double())
 
 
+def _by_feature(v: Tensor, w: Tensor, axis: int, groups: int) -> Tensor:
+    """A value a feature, to multiply a weight; features are on axis 1 or 2 of (groups, rows, columns)."""
+    sizes = [groups, 1, 1]
+    sizes[axis] = -1
+    of_weight = v.reshape(sizes).expand(groups, w.shape[0] // groups, w.shape[1])
+    return of_weight.reshape(*w.shape[:2], *(1,) * (w.dim() - 2))
+
+
 def into_layer_before(
     norm: Affine, kind: str, weight: Tensor, bias: Tensor | None, groups: int
 ) -> tuple[Tensor, Tensor]:
@@ -33,13 +41,7 @@ def into_layer_before(
     (in, out / groups, *), where the outputs of a group are neighbours.
     """
     w = weight.detach().double()
-    if kind == "transposed":
-        rows, per_group = w.shape[0], w.shape[1]
-        scale = norm.scale.reshape(groups, 1, per_group).expand(groups, rows // groups, per_group)
-        scale = scale.reshape(rows, per_group)
-        w = w * scale.reshape(*scale.shape, *(1,) * (w.dim() - 2))
-    else:
-        w = w * norm.scale.reshape(-1, *(1,) * (w.dim() - 1))
+    w = w * _by_feature(norm.scale, w, 2 if kind == "transposed" else 1, groups)
     b = norm.shift if bias is None else norm.shift + norm.scale * bias.detach().double()
     return w.to(weight.dtype), b.to(weight.dtype if bias is None else bias.dtype)
 
@@ -51,16 +53,9 @@ def into_layer_after(
 
     Exact only if the layer reads no zeros that are not of its input, or the norm's shift is 0.
     """
-    w = weight.detach().double()
-    if kind == "transposed":
-        inputs, outputs = w.shape[0] // groups, w.shape[1]
-        grouped = w.reshape(groups, inputs, outputs, -1)
-        scaled = (grouped * norm.scale.reshape(groups, inputs, 1, 1)).reshape(w.shape)
-        added = (grouped.sum(-1) * norm.shift.reshape(groups, inputs, 1)).sum(1).flatten()
-    else:
-        outputs, inputs = w.shape[0] // groups, w.shape[1]
-        grouped = w.reshape(groups, outputs, inputs, -1)
-        scaled = (grouped * norm.scale.reshape(groups, 1, inputs, 1)).reshape(w.shape)
-        added = (grouped.sum(-1) * norm.shift.reshape(groups, 1, inputs)).sum(-1).flatten()
-    b = added if bias is None else added + bias.detach().double()
-    return scaled.to(weight.dtype), b.to(weight.dtype if bias is None else bias.dtype)
+    w, axis = weight.detach().double(), 1 if kind == "transposed" else 2
+    taps = w.reshape(*w.shape[:2], -1).sum(-1)
+    b = (taps * _by_feature(norm.shift, taps, axis, groups)).unflatten(0, (groups, -1)).sum(axis).flatten()
+    b = b if bias is None else b + bias.detach().double()
+    w = w * _by_feature(norm.scale, w, axis, groups)
+    return w.to(weight.dtype), b.to(weight.dtype if bias is None else bias.dtype)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from leannorm._batch import inputs_of, positional
 from leannorm._errors import FoldError, InputError
-from leannorm._report import Line, Part, Report, Table, as_data
+from leannorm._report import Line, Part, Report, Table, as_data, grouped
 from leannorm._untouched import random_state, themselves, untouched
 from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
@@ -234,9 +234,7 @@ def _with_pairs(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _report(result: torch.nn.Module, matches: list[Fold], skips: list[Skip]) -> FoldReport:
-    folded: dict[str, list[str]] = {}
-    for match in matches:
-        folded.setdefault(path_of(match.norm.node), []).extend(owner(x.weight) for x in match.layers)
+    folded = grouped((path_of(m.norm.node), owner(layer.weight)) for m in matches for layer in m.layers)
     skipped = {path_of(s.norm): s.reason for s in skips}
     return FoldReport(
         result,

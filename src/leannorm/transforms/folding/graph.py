@@ -8,20 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from leannorm._types import Maybe
 from leannorm.functional.graphs import attribute
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.folding.arithmetic import Affine, affine, into_layer_after, into_layer_before
-from leannorm.transforms.folding.match import Fold, NormCall, Skip, find
+from leannorm.transforms.folding.match import Fold, LinearCall, NormCall, Skip, find
 
 
 def affine_of(norm: NormCall, variables: Mapping[str, Tensor]) -> Affine:
     """The norm's call as scale and shift, from its variables' values."""
+    _, *of_affine, _, mean, var, _, _ = norm.tensors
+    values: Any = (None if node is None else variables[str(node.target)] for node in (mean, var, *of_affine))
+    mean, var, weight, bias = values
+    return affine(mean, var, weight, bias, norm.norm.eps)
 
-    def value(node: fx.Node | None) -> Tensor | None:
-        return None if node is None else variables[str(node.target)]
 
-    mean, var = variables[str(norm.mean.target)], variables[str(norm.var.target)]
-    return affine(mean, var, value(norm.weight), value(norm.bias), norm.eps)
+def folded(
+    match: Fold, layer: LinearCall, variables: Mapping[str, Tensor], weight: Tensor, bias: Maybe
+) -> tuple[Tensor, Tensor]:
+    """The layer's weight and bias with the norm in them."""
+    into = into_layer_before if match.before else into_layer_after
+    return into(affine_of(match.norm, variables), layer.kind, weight, bias, layer.groups)
 
 
 def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Fold], list[Skip]]:
@@ -36,18 +43,15 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
     graph, new = _copied(module.graph)
     result = fx.GraphModule(module, graph)
     for number, match in enumerate(matches):
-        scale_shift = affine_of(match.norm, variables)
-        into = into_layer_before if match.before else into_layer_after
         for layer in match.layers:
             node = new[layer.node]
             arguments: tuple[Any, ...] = node.args
             x, weight, bias, *rest = (*arguments, None)[: max(3, len(arguments))]
             values = all_variables(result)
-            bias_value = None if bias is None else values[str(bias.target)]
-            folded = into(scale_shift, layer.kind, values[str(weight.target)], bias_value, layer.groups)
-            nodes = []
+            own = values[str(weight.target)], None if bias is None else values[str(bias.target)]
+            made, nodes = folded(match, layer, variables, *own), []
             with graph.inserting_before(node):
-                for what, tensor in zip(("weight", "bias"), folded, strict=True):
+                for what, tensor in zip(("weight", "bias"), made, strict=True):
                     name = f"folded_{number}_{node.name}_{what}"
                     result.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
                     nodes.append(graph.get_attr(name))
@@ -70,10 +74,11 @@ def _behind(
     module: fx.GraphModule, graph: fx.Graph, y: fx.Node, norm: NormCall, new: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     """What the norm's operator applies to its normalized output: a sum, an activation."""
-    if norm.residual is not None:
-        y = graph.call_function(torch.ops.aten.add.Tensor, (y, new[norm.residual]))
-    if norm.act != "identity":
-        activation, name = ACTIVATIONS[norm.act], f"behind_{new[norm.node].name}"
+    residual, act = norm.tensors.residual, norm.norm.act
+    if residual is not None:
+        y = graph.call_function(torch.ops.aten.add.Tensor, (y, new[residual]))
+    if act != "identity":
+        activation, name = ACTIVATIONS[act], f"behind_{new[norm.node].name}"
         module.add_submodule(name, activation.module(**activation.parameters))
         y = graph.call_module(name, (y,))
     return y

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from leannorm._types import Channels, ChannelTensors
 from leannorm.functional.declare import NORMS, AffineNames
 from leannorm.functional.graphs import arguments
 
@@ -42,25 +43,17 @@ class LinearCall(NamedTuple):
 
 
 class NormCall(NamedTuple):
-    """A call of a batch norm whose statistics are constants; `result` is its output.
-
-    One that also adds or activates returns act(norm(input) + residual).
-    """
+    """A call of a batch norm whose statistics are constants: a record whose `tensors` are nodes; `result` is
+    its output."""
 
     node: fx.Node
     result: fx.Node
-    input: fx.Node
-    mean: fx.Node
-    var: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    eps: float
-    act: str = "identity"
-    residual: fx.Node | None = None
+    tensors: Any  # ChannelTensors
+    norm: Channels
 
     @property
     def only_normalizes(self) -> bool:
-        return self.act == "identity" and self.residual is None
+        return self.norm.act == "identity" and self.tensors.residual is None
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -120,6 +113,7 @@ def norm_of(node: fx.Node) -> NormCall | str | None:
     if norm.by_batch(a) or a[norm.folds.mean] is None:
         return "it uses the batch's own statistics"
     x, mean, var, weight, bias, eps = (a[name] for name in norm.folds)
+    tensors = ChannelTensors(x, weight, bias, a.get("residual"), mean, var)
     read = ("statistics are", mean), ("statistics are", var), ("weight is", weight), ("bias is", bias)
     for what, value in read:
         if value is not None and value.op != "get_attr":
@@ -132,17 +126,16 @@ def norm_of(node: fx.Node) -> NormCall | str | None:
         if 0 not in results:
             return "nothing follows it"
         result = results[0]
-    behind = a.get("act", "identity"), a.get("residual")
-    return NormCall(node, result, x, mean, var, weight, bias, eps, *behind)
+    return NormCall(node, result, tensors, Channels(0, eps, a.get("act", "identity"), by_batch=False))
 
 
 def _layer_before(norm: NormCall) -> LinearCall | str:
-    layer = layer_of(norm.input)
+    layer = layer_of(norm.tensors.x)
     if isinstance(layer, str):
         return f"before it comes {layer}"
-    if len(layer.node.users) > 1 or norm.residual is layer.node:
+    if len(layer.node.users) > 1 or norm.tensors.residual is layer.node:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
-    if norm.input.meta["val"].dim() != layer.axes:
+    if norm.tensors.x.meta["val"].dim() != layer.axes:
         return f"it normalizes axis 1, but the {layer.kind} layer before it has its features on another axis"
     return layer
 
@@ -155,7 +148,7 @@ def _layers_after(norm: NormCall, only_scales: Callable[[NormCall], bool]) -> tu
         layer = layer_of(user)
         if isinstance(layer, str):
             return f"after it comes {layer}"
-        if norm.input.meta["val"].dim() != layer.axes:
+        if norm.tensors.x.meta["val"].dim() != layer.axes:
             return f"the {layer.kind} layer after it works on another axis"
         if layer.border and not only_scales(norm):
             return f"the {layer.kind} layer after it has zeros {layer.border}, which the norm does not shift"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
 from leannorm._catalog import name_of
+from leannorm._report import grouped
 from leannorm.nn._layer import HOOKS
 from leannorm.nn.act import BatchNormActBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.converting.norm_act import BatchNorm2dThenAct
-from leannorm.transforms.folding.arithmetic import into_layer_after, into_layer_before
-from leannorm.transforms.folding.graph import affine_of, all_variables
+from leannorm.transforms.folding.graph import all_variables, folded
 from leannorm.transforms.folding.match import Fold, LinearCall, Skip, layer_of, owner, path_of, scopes_of
 
 
@@ -23,13 +22,11 @@ def fold_modules(
     model: torch.nn.Module, graph: fx.Graph, matches: list[Fold], skips: list[Skip]
 ) -> tuple[list[Fold], list[Skip]]:
     """Fold, in place, every norm module all of whose calls match; returns the folded and the skipped."""
-    calls: dict[str, list[Fold]] = {}
-    for match in matches:
-        calls.setdefault(path_of(match.norm.node), []).append(match)
+    calls = grouped((path_of(match.norm.node), match) for match in matches)
     unmatched = {path_of(s.norm): f"{s.reason} (in one of its calls)" for s in skips}
     # all are checked before one is folded, because a layer between two norms gets a bias from the first
     reasons = {path: unmatched.get(path) or _why_not(model, graph, path, own) for path, own in calls.items()}
-    folded = []
+    done: list[Fold] = []
     for path, own in calls.items():
         if (reason := reasons[path]) is not None:
             skips = [*skips, *(Skip(m.norm.node, reason) for m in own)]
@@ -37,21 +34,13 @@ def fold_modules(
         variables = all_variables(model)
         layers = {str(layer.weight.target): layer for match in own for layer in match.layers}
         for layer in layers.values():
-            _fold_one(model, own[0], layer, variables)
+            module: Any = model.get_submodule(owner(layer.weight))
+            made = folded(own[0], layer, variables, module.weight, module.bias)
+            trained = module.weight.requires_grad
+            module.weight, module.bias = (torch.nn.Parameter(v, trained) for v in made)
         _replace(model, model.get_submodule(path), _remainder(model.get_submodule(path)))
-        folded += own
-    return folded, skips
-
-
-def _fold_one(model: torch.nn.Module, match: Fold, layer: LinearCall, variables: Mapping[str, Any]) -> None:
-    module: Any = model.get_submodule(owner(layer.weight))
-    into = into_layer_before if match.before else into_layer_after
-    weight, bias = into(
-        affine_of(match.norm, variables), layer.kind, module.weight, module.bias, layer.groups
-    )
-    trained = module.weight.requires_grad
-    module.weight = torch.nn.Parameter(weight, requires_grad=trained)
-    module.bias = torch.nn.Parameter(bias, requires_grad=trained)
+        done += own
+    return done, skips
 
 
 def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]) -> str | None:
@@ -70,7 +59,7 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
     more = any(n not in inside for n in traced) or not all(match.norm.only_normalizes for match in own)
     if (more and _remainder(norm) is None) or not path:
         return f"{type(norm).__name__} does more than normalize"
-    if any(match.norm.residual is not None for match in own):
+    if any(match.norm.tensors.residual is not None for match in own):
         return "it also adds in the same call"
     layers = [layer for match in own for layer in match.layers]
     modules = {path: norm} | {

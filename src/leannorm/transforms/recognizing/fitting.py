@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from leannorm.transforms.recognizing.form import LOW, Form, UnknownFormError, forms
+from leannorm.transforms.recognizing.form import LOW, STATISTICS, Form, UnknownFormError, forms
 from leannorm.transforms.recognizing.formula_call import Fit, compute
 from leannorm.transforms.recognizing.probe import Probe, run
 
@@ -96,7 +96,7 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 def _compare_gradients(
     form: Form, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], ours: Tensor, theirs: Tensor
 ) -> None:
-    leaves = [*inputs, *(parameters[name] for name in (form.weight, form.bias) if name is not None)]
+    leaves = [*inputs, *(parameters[name] for argument, name in form.tensors if argument not in STATISTICS)]
     upstream = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1), device="cpu")
     upstream = upstream.to(theirs.dtype)
     of_ours, of_theirs = (torch.autograd.grad(y, leaves, upstream) for y in (ours, theirs))

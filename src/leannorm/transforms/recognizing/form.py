@@ -1,14 +1,22 @@
-"""Which norms does leannorm have, as records of their settings, and which of them may a layer be?"""
+"""Which calls of our functions may a layer compute?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from leannorm.functional.batch import batch_norm
+from leannorm.functional.gated import gated_rms_norm
+from leannorm.functional.group import group_norm
+from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.ops.activation import ACTIVATIONS
 
 LOW = (torch.bfloat16, torch.float16)
+STATISTICS = ("running_mean", "running_var")
 
 
 class UnknownFormError(BaseException):
@@ -19,38 +27,26 @@ class UnknownFormError(BaseException):
 
 
 class Form(NamedTuple):
-    """A norm that leannorm has: `kind` is "rms", "layer", "group" or "running" (a frozen batch norm).
+    """A norm that a layer may be: one of our functions, with its arguments but the input.
 
-    `dim` is the one normalized axis; None for the `last` last ones. The offset is added to the weight in
-    `offset_dtype`. `groups` is their number, of a group norm or of an RMS norm of parts of its rows.
+    `tensors` pairs an argument with the name of the layer's tensor; `settings` are the others by name. `last`
+    is the number of normalized axes at the end, 1 with a `dim`; 0 for norms of channels. `parts`: into how
+    many equal ones the rows are divided before. `shift` is added to the weight before, in a dtype.
     """
 
-    kind: str
-    eps: float
-    dim: int | None = None
-    weight: str | None = None
-    bias: str | None = None
-    offset: float = 0.0
-    offset_dtype: torch.dtype | None = None
-    cast: str = "after"
-    last: int = 1
-    groups: int = 1
-    gate: str | None = None
-    gate_first: bool = False
-    mean: str | None = None
-    var: str | None = None
-
-    @property
-    def function(self) -> str:
-        """The name of the function of ours that computes it."""
-        gated = "gated_" if self.gate and self.gate != "sigmoid" else ""
-        return {"running": "batch_norm"}.get(self.kind, f"{gated}{self.kind}_norm")
+    function: Callable[..., Tensor]
+    tensors: tuple[tuple[str, str], ...]
+    settings: Mapping[str, Any]
+    last: int = 0
+    parts: int = 1
+    shift: tuple[float, torch.dtype] | None = None
 
     def axes(self, rank: int) -> tuple[int, ...]:
         """The axes that are normalized together, in an input of this rank."""
-        if self.kind in ("group", "running"):
+        if not self.last:
             return tuple(range(1, rank))
-        return tuple(range(rank - self.last, rank)) if self.dim is None else (self.dim,)
+        dim = self.settings.get("dim")
+        return tuple(range(rank - self.last, rank)) if dim is None else (dim,)
 
 
 class Clues(NamedTuple):
@@ -76,40 +72,51 @@ def forms(
     names, eps = list(clues.tensors), [*clues.numbers, 0.0]
     affine = [pair for pair in permutations([*names, None, None], 2) if {*pair} >= {*names}]
     affine = list(dict.fromkeys(affine))
-    offsets: list[tuple[float, torch.dtype | None]] = [(0.0, None)]
-    offsets += product(filter(None, clues.numbers), dtypes)
+    shifts = [None, *product(filter(None, clues.numbers), dtypes)]
     for over in [axes] if axes else [*(tuple(range(n, rank)) for n in range(rank - 1, 0, -1)), (1,)]:
         last = over == tuple(range(rank - len(over), rank))
-        dim, count = None if last else over[0], len(over)
-        for (weight, bias), number, (offset, dtype) in product(affine, eps, offsets):
-            if offset and weight is None:
+        where = {"dim": None if last else over[0]}
+        for (weight, bias), number, shift in product(affine, eps, shifts):
+            if shift and weight is None:
                 continue
-            form = Form("layer", number, dim, weight, bias, offset, dtype, last=count)
+            tensors, settings = _named(weight=weight, bias=bias), {"eps": number, **where}
             if bias is None:
-                yield from _rms(clues, form._replace(kind="rms"), last)
+                offset = shift[0] if shift else 0.0
+                plain = Form(rms_norm, tensors, settings | {"weight_offset": offset}, len(over))
+                yield from _rms(clues, plain, last)
             if not clues.gates:
-                yield form
+                yield Form(layer_norm, tensors, settings, len(over), shift=shift)
     for (weight, bias), number, groups in product(affine, eps, clues.groups):
-        yield Form("group", number, weight=weight, bias=bias, groups=groups)
+        yield Form(group_norm, _named(weight=weight, bias=bias), {"eps": number, "num_groups": groups})
     for order in permutations(names) if 2 <= len(names) <= 4 else ():
-        mean, var, weight, bias = (*order, None, None)[:4]
+        mean, var, *others = order
         for number in filter(None, eps):
-            yield Form("running", number, weight=weight, bias=bias, mean=mean, var=var)
-            if bias is None and weight is not None:
-                yield Form("running", number, bias=weight, mean=mean, var=var)
+            for of in (("weight", "bias"), ("bias",)) if len(others) == 1 else (("weight", "bias"),):
+                tensors = _named(running_mean=mean, running_var=var, **dict(zip(of, others, strict=False)))
+                yield Form(batch_norm, tensors, {"eps": number})
+
+
+def _named(**tensors: str | None) -> tuple[tuple[str, str], ...]:
+    return tuple((argument, name) for argument, name in tensors.items() if name is not None)
 
 
 def _rms(clues: Clues, form: Form, last: bool) -> Iterator[Form]:
     """An RMS norm with its gate, its order of roundings, and over parts of the last axis."""
-    casts = ("after", "before") if form.weight else ("after",)
+    offset = form.settings["weight_offset"]
+    casts = ("after", "before") if form.tensors else ("after",)
     gated: list[tuple[str | None, bool]] = [*product(clues.gates, (False, True))] or [(None, False)]
-    parts = (1, *clues.parts) if last and form.last == 1 and not form.offset else (1,)
-    for groups, cast, (gate, first) in product(parts, casts, gated):
-        if gate and (not last or form.offset or (gate == "sigmoid" and (first or cast == "before"))):
+    parts = (1, *clues.parts) if last and form.last == 1 and not offset else (1,)
+    for number, cast, (gate, first) in product(parts, casts, gated):
+        if gate and (not last or offset or (gate == "sigmoid" and (first or cast == "before"))):
             continue
-        if cast == "before" and form.offset:
+        if cast == "before" and offset:
             continue
-        yield form._replace(cast=cast, groups=groups, gate=gate, gate_first=first)
+        settings = {**form.settings, "cast": cast}
+        if gate in ACTIVATIONS:  # a sigmoid is a product behind an RMS norm
+            settings = {"eps": settings["eps"], "cast": cast, "act": gate, "norm_before_gate": not first}
+            yield form._replace(function=gated_rms_norm, settings=settings, parts=number)
+        else:
+            yield form._replace(settings=settings, parts=number)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -10,14 +10,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from leannorm.functional.batch import batch_norm
-from leannorm.functional.gated import gated_rms_norm
-from leannorm.functional.group import group_norm
-from leannorm.functional.layer import layer_norm, rms_norm
-from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import autocasts, sharded
 from leannorm.ops.precision import compute_dtype
-from leannorm.transforms.recognizing.form import Form
+from leannorm.transforms.recognizing.form import STATISTICS, Form
 from leannorm.transforms.recognizing.probe import Missing
 
 Key = tuple[int | torch.dtype, ...]  # rank, number of inputs, their dtypes and those of the tensors
@@ -90,13 +85,12 @@ class Formula(NamedTuple):
     def _serves(self, fit: Fit, inputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> bool:
         x, form = inputs[0], fit.form
         if self.sizes is not None:
-            last = form.dim is None and form.kind not in ("group", "running")
-            first = x.dim() - len(self.sizes) if last else form.dim or 1
+            first = form.axes(x.dim())[0]
             if x.shape[first : first + len(self.sizes)] != self.sizes:
                 return False
         if any(gate.shape != x.shape for gate in inputs[1:]):
             return False
-        if any(tensors[name].requires_grad for name in (form.mean, form.var) if name is not None):
+        if any(tensors[name].requires_grad for argument, name in form.tensors if argument in STATISTICS):
             return False  # our batch norm has no gradients for running statistics
         if fit.device and x.device.type != "cpu":  # the device of the runs
             return False
@@ -117,37 +111,28 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def compute(form: Form, tensors: Mapping[str, Tensor], x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """The form computed by our functions, with a layer's parameters."""
-    weight = None if form.weight is None else tensors[form.weight]
-    bias = None if form.bias is None else tensors[form.bias]
-    if form.kind == "group":
-        return group_norm(x, form.groups, weight, bias, form.eps)
-    if form.kind == "running":
-        mean, var = tensors[str(form.mean)], tensors[str(form.var)]
-        return batch_norm(x, mean, var, weight, bias, eps=form.eps)
-    if form.groups > 1:
-        parts = (form.groups, -1)
-        gate = None if gate is None else gate.unflatten(-1, parts)
-        y = _rms_norm(form, None, x.unflatten(-1, parts), gate).flatten(-2)
-        return y if weight is None else weight * y
-    if form.kind == "rms":
-        return _rms_norm(form, weight, x, gate)
-    if weight is not None and form.offset_dtype is not None:
-        weight = weight.to(form.offset_dtype) + form.offset
-    return layer_norm(x, _sizes(form, x), weight, bias, form.eps, dim=form.dim)
+    """The form's call, with a layer's parameters."""
+    given = {argument: tensors[name] for argument, name in form.tensors}
+    if form.shift is not None:
+        offset, dtype = form.shift
+        given["weight"] = given["weight"].to(dtype) + offset
+    if form.parts == 1:
+        return _called(form, given, x, gate)
+    weight, parts = given.pop("weight", None), (form.parts, -1)
+    gate = None if gate is None else gate.unflatten(-1, parts)
+    y = _called(form, given, x.unflatten(-1, parts), gate).flatten(-2)
+    return y if weight is None else weight * y
 
 
-def _rms_norm(form: Form, weight: Tensor | None, x: Tensor, gate: Tensor | None) -> Tensor:
-    sizes, offset = _sizes(form, x), form.offset
-    if gate is None or form.gate is None:
-        return rms_norm(x, sizes, weight, form.eps, dim=form.dim, weight_offset=offset, cast=form.cast)
-    if form.gate not in ACTIVATIONS:  # sigmoid
-        wide = x.to(compute_dtype(x))
-        y = rms_norm(wide, sizes, weight, form.eps) * torch.sigmoid(gate.to(wide.dtype))
-        return y.to(x.dtype)
-    gating = form.gate, not form.gate_first
-    return gated_rms_norm(x, gate, sizes, weight, form.eps, *gating, cast=form.cast)
-
-
-def _sizes(form: Form, x: Tensor) -> tuple[int, ...]:
-    return (x.shape[form.dim],) if form.dim is not None else tuple(x.shape[x.dim() - form.last :])
+def _called(form: Form, given: Mapping[str, Tensor], x: Tensor, gate: Tensor | None) -> Tensor:
+    function, settings = form.function, form.settings
+    if not form.last:
+        return function(x, **given, **settings)
+    sizes = tuple([x.shape[axis] for axis in form.axes(x.dim())])
+    if gate is None:
+        return function(x, normalized_shape=sizes, **given, **settings)
+    if "act" in settings:
+        return function(x, gate, sizes, **given, **settings)
+    wide = x.to(compute_dtype(x))  # a sigmoid behind the norm
+    y = function(wide, sizes, **given, **settings) * torch.sigmoid(gate.to(wide.dtype))
+    return y.to(x.dtype)

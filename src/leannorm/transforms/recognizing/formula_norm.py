@@ -42,7 +42,7 @@ class FormulaNorm(Layer):
     @property
     def function(self) -> str:
         """The name of the function of ours that computes this norm."""
-        return next(iter(self._formula.fits.values())).form.function
+        return next(iter(self._formula.fits.values())).form.function.__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula, which is read again because the layer's code may be another one there."""

@@ -37,7 +37,14 @@ from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
 from leannorm.ops.backends.triton.launch import cache_bytes, launch, processors
 from leannorm.ops.backends.triton.statistics import move_running_
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
-from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, Launches, merging, planned
+from leannorm.ops.backends.triton.tiling import (
+    PRESSED_REGISTERS,
+    SET_REGISTERS,
+    Launches,
+    Tiling,
+    merging,
+    planned,
+)
 from leannorm.ops.backends.triton.tuned import choice_for
 from leannorm.ops.plan import channel_plan, statistics_shape
 
@@ -124,8 +131,8 @@ def _moments(
         x.device,
         *arguments,
         registers=plan.choice.registers(plan.choice.moments),
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
+        TILE=plan.tiling,
+        warps=plan.tiling.warps,
         STAGES=plan.choice.moments_stages,
     )
     launch(
@@ -134,8 +141,7 @@ def _moments(
         x.device,
         *(part_mean, part_m2, part_count, mean, m2, rstd, count),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
-        COLUMNS=geometry.columns,
-        BE=plan.tiling.block_elements,
+        TILE=Tiling(geometry.columns, 1, False, 1, plan.tiling.elements, 8),  # nothing else is compiled for
         EPS=eps,
         GROUPED=geometry.grouped,
         **merged.constants,
@@ -166,8 +172,8 @@ def launch_mapping(
         *arguments,
         *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
         ACT=act,
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
+        TILE=plan.tiling,
+        warps=plan.tiling.warps,
         STAGES=plan.choice.mapping_stages,
         **constants,
     )
@@ -234,7 +240,6 @@ def _forward(tensors: ChannelTensors, norm: Channels) -> Forward:
         EPS=eps,
         registers=limit,
         **constants,
-        DOUBLE=x.dtype == torch.float64,
     )
     return y, mean, m2, rstd, count
 

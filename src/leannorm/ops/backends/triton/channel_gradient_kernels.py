@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from leannorm.ops.backends.triton.channel_kernels import SIZES, summed
-from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.rounding import rounded_for, zeros
 from leannorm.ops.backends.triton.tiles import (
     at_data,
     block_of_channels,
@@ -28,31 +28,30 @@ from leannorm.ops.backends.triton.tiles import (
 def grad_sums_kernel(
     dy, x, residual, out, dz, mask, mean, rstd, weight, bias, sum_dz, sum_dz_xhat,
     C, inner, samples, tiles, parts, G,
-    ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of dz and dz * xhat of every channel in each part: `[segments, parts, C]`.
 
     Reads dy and x (with an activation the residual or the output too) once. Writes 16 bytes for each channel
     and part, and dz once if it is given. At positions that a mask leaves out dz is 0.
     """
-    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
-    c, exists, place = block_of_channels(segment, c0, C, G, BC)
-    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
-    total = tl.zeros((BC, BE), dtype)
-    product = tl.zeros((BC, BE), dtype)
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, TILE)
+    c, exists, place = block_of_channels(segment, c0, C, G, TILE.channels)
+    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, dtype)
+    total = zeros(TILE.channels, TILE.elements, dtype)
+    product = zeros(TILE.channels, TILE.elements, dtype)
     for t in tl.range(t0, t1, num_stages=STAGES):
-        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
-        xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
-        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, TILE)
+        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+        xhat = ((read(x, start, offsets, loaded) - high) - low) * scale
+        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT)
         if dz is not None:
             tl.store(dz + start + offsets, at_data(mask, data, g).to(dz.dtype.element_ty), mask=inside)
         g = tl.where(data, g, 0.0)
         total += g
         product = tl.fma(g, tl.where(data, xhat, 0.0), product)
-    c = c0 + tl.arange(0, BC)
+    c = c0 + tl.arange(0, TILE.channels)
     place = (segment * parts + part) * C + c
     tl.store(sum_dz + place, summed(total), mask=c < C)
     tl.store(sum_dz_xhat + place, summed(product), mask=c < C)
@@ -91,7 +90,7 @@ def merge_sums_kernel(
         tl.store(sum_dz + segment * C + c, rounded_for(sum_dz, s_dz), mask=exists)
         tl.store(sum_dz_xhat + segment * C + c, rounded_for(sum_dz_xhat, s_dz_xhat), mask=exists)
         if p is not None:
-            w = per_channel(weight, c, exists, 1.0, True)
+            w = per_channel(weight, c, exists, 1.0, tl.float64)
             weighted_dz += w * s_dz
             weighted_dz_xhat += w * s_dz_xhat
     if p is not None:
@@ -111,25 +110,25 @@ def merge_sums_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def input_grad_kernel(
     dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, p, q, C, inner, samples, tiles, parts, G,
-    ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd * (weight * dz - p - xhat * q), and dz if it is given.
 
     Reads dy and x (with an activation the residual or the output too) once, writes dx (and dz) once.
     dx may be x. At positions that a mask leaves out dx and dz are 0.
     """
-    c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
-    c, exists, place = block_of_channels(segment, c0, C, G, BC)
-    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
-    mean_dz = per_channel(p, place, exists, 0.0, DOUBLE)
-    mean_dz_xhat = per_channel(q, place, exists, 0.0, DOUBLE)
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, TILE)
+    c, exists, place = block_of_channels(segment, c0, C, G, TILE.channels)
+    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, dtype)
+    mean_dz = per_channel(p, place, exists, 0.0, dtype)
+    mean_dz_xhat = per_channel(q, place, exists, 0.0, dtype)
     for step in tl.range(t0, t1, num_stages=STAGES):
         t = t0 + t1 - 1 - step
-        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
-        xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
-        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, TILE)
+        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+        xhat = ((read(x, start, offsets, loaded) - high) - low) * scale
+        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT)
         if dz is not None:
             tl.store(dz + start + offsets, at_data(mask, data, g).to(dz.dtype.element_ty), mask=inside)
         gradient = tl.fma(g, w, -mean_dz)

@@ -70,8 +70,8 @@ def _sums(
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
         registers=None if free else plan.choice.registers(plan.choice.sums),
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
+        TILE=plan.tiling,
+        warps=plan.tiling.warps,
         STAGES=plan.choice.sums_stages,
     )
     launch(
@@ -167,7 +167,6 @@ def _backward(dy: Tensor, kept: KeptByChannelNorm, dx: Tensor, want_dz: bool) ->
             ACT=act,
             registers=PRESSED_REGISTERS if pressed else SET_REGISTERS,
             **constants,
-            DOUBLE=x.dtype == torch.float64,
         )
     shares.add_up()
     return dweight, dbias, returned_dz

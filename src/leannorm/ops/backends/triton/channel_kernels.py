@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leannorm.ops.backends.triton.rounding import zeros
 from leannorm.ops.backends.triton.tiles import (
     at_data,
     block_of_channels,
@@ -53,23 +54,17 @@ def beyond_float32(m2):
 
 
 @triton.jit
-def squares_again(
-    x, mask, shift, segment, first, last, c_end, t0, t1, C, inner, samples,
-    COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
-    SPAN: tl.constexpr = 1,
-):  # fmt: skip
+def squares_again(x, mask, shift, segment, first, last, c_end, t0, t1, C, inner, samples, TILE: tl.constexpr):
     """The sum of squared deviations from `shift` of each of a tile's channels, of values up to 1e38.
 
     They are scaled by a power of two, which is right only if the plain sum overflows float32.
     """
-    square = tl.zeros((BC, BE), tl.float32)
-    for c0 in range(first, last, BC):
+    square = zeros(TILE.channels, TILE.elements, tl.float32)
+    for c0 in range(first, last, TILE.channels):
         for t in range(t0, t1):
-            start, offsets, inside = tile(
-                t, segment, c0, c_end, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
-            )  # fmt: skip
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
-            deviation = read(x, start, offsets, loaded, False) * 2.0**-78 - shift * 2.0**-78
+            start, offsets, inside = tile(t, segment, c0, c_end, C, inner, samples, TILE)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+            deviation = read(x, start, offsets, loaded) * 2.0**-78 - shift * 2.0**-78
             deviation = tl.where(data, deviation, 0.0)
             square = tl.fma(deviation, deviation, square)
     return summed(square) * 2.0**156
@@ -78,8 +73,7 @@ def squares_again(
 @triton.jit(do_not_specialize=SIZES)
 def moments_kernel(
     x, mask, mean, m2, count, C, inner, samples, tiles, parts,
-    COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
-    DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Mean and M2 of every channel in each of `parts` runs of `tiles` tiles: `[segments, parts, C]`.
 
@@ -87,49 +81,48 @@ def moments_kernel(
     run's first tile, which is within a few standard deviations of the mean, however large that is. With a
     mask it is the first tile that has data, and the number of each part's valid positions is `count`.
     """
-    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
-    begin = values_before(t0, inner, samples, COLUMNS, BE)
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, TILE)
+    begin = values_before(t0, inner, samples, TILE)
 
     first = t0
     if mask is None:
-        in_first = values_before(t0 + 1, inner, samples, COLUMNS, BE) - begin
+        in_first = values_before(t0 + 1, inner, samples, TILE) - begin
     else:
-        first, found = first_with_data(mask, t0, t1, segment, inner, samples, COLUMNS, V, BE)
+        first, found = first_with_data(mask, t0, t1, segment, inner, samples, TILE)
         in_first = tl.maximum(found, 1)
-        seen = tl.zeros((1, BE), tl.int32)
-    start, offsets, inside = tile(first, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-    loaded, data, _ = data_of(mask, x, inside, first, segment, inner, samples, COLUMNS, V, BE)
-    begun = at_data(mask, data, read(x, start, offsets, loaded, DOUBLE))
+        seen = zeros(1, TILE.elements, tl.int32)
+    start, offsets, inside = tile(first, segment, c0, C, C, inner, samples, TILE)
+    loaded, data, _ = data_of(mask, x, inside, first, segment, inner, samples, TILE)
+    begun = at_data(mask, data, read(x, start, offsets, loaded))
     shift = finite(tl.sum(begun, 1) / in_first.to(dtype))
-    total = tl.zeros((BC, BE), dtype)
-    square = tl.zeros((BC, BE), dtype)
+    total = zeros(TILE.channels, TILE.elements, dtype)
+    square = zeros(TILE.channels, TILE.elements, dtype)
     for t in tl.range(t0, t1, num_stages=STAGES):
-        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, TILE)
+        loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, TILE)
         if mask is not None:
             seen += valid.to(tl.int32)
-        deviation = read(x, start, offsets, loaded, DOUBLE) - shift[:, None]
+        deviation = read(x, start, offsets, loaded) - shift[:, None]
         deviation = tl.where(data, deviation, 0.0)
         total += deviation
         square = tl.fma(deviation, deviation, square)
 
     if mask is None:
-        values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
+        values = (values_before(t1, inner, samples, TILE) - begin).to(tl.float64)
     else:
         values = tl.sum(tl.sum(seen, 1), 0).to(tl.float64)
         tl.store(count + segment * parts + part, values, mask=c0 == 0)
         values = tl.maximum(values, 1)
     rest = summed(total) / values
     squares = summed(square)
-    if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
+    if dtype == tl.float32:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
-                x, mask, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples,
-                COLUMNS, V, WIDE, BC, BE,
-            )  # fmt: skip
+                x, mask, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples, TILE
+            )
             squares = tl.where(squares < float("inf"), squares, again)
-    c = c0 + tl.arange(0, BC)
+    c = c0 + tl.arange(0, TILE.channels)
     place = (segment * parts + part) * C + c
     tl.store(mean + place, shift.to(tl.float64) + rest, mask=c < C)
     tl.store(m2 + place, not_negative(squares - rest * rest * values), mask=c < C)
@@ -152,8 +145,7 @@ def data_of_parts(part_count, parts, BP: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES)
 def merge_moments_kernel(
     part_mean, part_m2, part_count, mean, m2, rstd, count, C, inner, samples, tiles, parts, G,
-    COLUMNS: tl.constexpr, BE: tl.constexpr, EPS: tl.constexpr,
-    GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
+    TILE: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Mean, M2 and rstd of every set from its parts (and its channels, if GROUPED), all in float64.
 
@@ -175,7 +167,7 @@ def merge_moments_kernel(
         n = tl.maximum(n, 1)
     part_mean += segment * parts * C
     part_m2 += segment * parts * C
-    tiles_of_all = tile_count(inner, samples, COLUMNS, BE)
+    tiles_of_all = tile_count(inner, samples, TILE)
     k = tl.arange(0, BK)
     if GROUPED:
         shift = finite(tl.load(filled + c_first))
@@ -189,8 +181,8 @@ def merge_moments_kernel(
             c = c0 + k[None, :]
             inside = (p < parts) & (c < c_last)
             if part_count is None:
-                end = values_before(tl.minimum((p + 1) * tiles, tiles_of_all), inner, samples, COLUMNS, BE)
-                values = (end - values_before(p * tiles, inner, samples, COLUMNS, BE)).to(tl.float64)
+                end = values_before(tl.minimum((p + 1) * tiles, tiles_of_all), inner, samples, TILE)
+                values = (end - values_before(p * tiles, inner, samples, TILE)).to(tl.float64)
             else:
                 values = tl.load(part_count + p, mask=p < parts, other=0.0)
             values = tl.where(inside, values, 0.0)
@@ -221,24 +213,24 @@ def merge_moments_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def normalize_kernel(
     x, residual, y, mask, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
-    ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr = None,
+    ACT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr = None,
 ):  # fmt: skip
     """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once.
 
     With an EPS `rstd` is the variance, and both statistics may have any dtype: those of evaluation. At
     positions that a mask leaves out y is 0.
     """
-    c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
-    c, exists, place = block_of_channels(segment, c0, C, G, BC)
-    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, TILE)
+    c, exists, place = block_of_channels(segment, c0, C, G, TILE.channels)
+    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, dtype)
     if EPS is not None:  # rounded as the constants that `constants_kernel` computes in a launch of its own
         variance = tl.load(rstd + place, mask=exists, other=1.0).to(tl.float64)
-        scale = (1 / tl.sqrt(variance + EPS)).to(tl.float64 if DOUBLE else tl.float32)
+        scale = (1 / tl.sqrt(variance + EPS)).to(dtype)
     for step in tl.range(t0, t1, num_stages=STAGES):
         t = t0 + t1 - 1 - step
-        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
-        z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT, DOUBLE)
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, TILE)
+        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+        z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT)
         z = at_data(mask, data, z)
         tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """Forward and backward in one launch each, if one program can read all values of its statistics (a set).
 
-A program computes BC channels of the batch (or of a sample), one group of a sample (GROUPED), or SIDE groups
-that lie side by side in its tiles, and goes through its tiles twice: the first time from memory, the second
-time, in reverse, from the caches. `tiling.py` says where that is worth it.
+A program computes some channels of the batch (or of a sample), one group of a sample (GROUPED), or several
+that lie side by side in its tiles (`side`). It goes through its tiles twice: the first time from memory, the
+second time, in reverse, from the caches. `tiling.py` says where that is worth it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leannorm.ops.backends.triton.channel_kernels import (
     squares_again,
     summed,
 )
-from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.rounding import rounded_for, zeros
 from leannorm.ops.backends.triton.tiles import (
     at_data,
     channels_of_set,
@@ -38,16 +38,14 @@ SIZES = ("C", "inner", "samples", "G")
 
 
 @triton.jit
-def place_of_set(
-    segment, first, last, C, G, GROUPED: tl.constexpr, SIDE: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
+def place_of_set(segment, first, last, C, G, GROUPED: tl.constexpr, TILE: tl.constexpr):
     """Where the statistics of a program's channels are (`[1, 1]` of one group), and which of them exist."""
     if GROUPED:
         place = segment * G + first // (C // G) + tl.zeros((1, 1), tl.int64)
         exists = place >= 0
     else:
-        c = first + tl.arange(0, BC)[:, None]
-        place = segment * G + (c // (C // G) if SIDE else c)
+        c = first + tl.arange(0, TILE.channels)[:, None]
+        place = segment * G + (c // (C // G) if TILE.side else c)
         exists = c < last
     return place, exists
 
@@ -55,50 +53,44 @@ def place_of_set(
 @triton.jit(do_not_specialize=SIZES)
 def set_forward_kernel(
     x, residual, y, mask, mean, m2, rstd, n, weight, bias, C, inner, samples, G,
-    ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
-    DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics and output: reads x (and residual) once from memory, writes y once. x is read again from the
     cache, its first tile once more.
 
     With a mask the values of each statistic are counted in `n`, and y is 0 at positions that it leaves out.
     """
-    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC, SIDE)
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, TILE.channels, TILE.side)
     size = C // G
-    count = tile_count(inner, samples, COLUMNS, BE, SPAN)
+    count = tile_count(inner, samples, TILE)
     zero = segment * 0
 
     t = zero
     if mask is None:
-        in_first = values_before(zero + 1, inner, samples, COLUMNS, BE, SPAN).to(dtype)
+        in_first = values_before(zero + 1, inner, samples, TILE).to(dtype)
     else:
-        t, found = first_with_data(mask, zero, count, segment, inner, samples, COLUMNS, V, BE, SPAN)
+        t, found = first_with_data(mask, zero, count, segment, inner, samples, TILE)
         in_first = tl.maximum(found, 1).to(dtype)
-        seen = tl.zeros((1, BE), tl.int32)
-    start, offsets, inside = tile(
-        t, segment, first, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
-    )  # fmt: skip
-    loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
-    begun = tl.sum(at_data(mask, data, read(x, start, offsets, loaded, DOUBLE)), 1)
-    shift = over_groups(begun, size, SIDE, BC) / in_first
-    if SIDE:
+        seen = zeros(1, TILE.elements, tl.int32)
+    start, offsets, inside = tile(t, segment, first, last, C, inner, samples, TILE)
+    loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+    begun = tl.sum(at_data(mask, data, read(x, start, offsets, loaded)), 1)
+    shift = over_groups(begun, size, TILE) / in_first
+    if TILE.side:
         shift = shift / size.to(dtype)
     elif GROUPED:
-        shift = tl.sum(shift, 0)[None, :] / tl.minimum(last - first, BC).to(dtype)
+        shift = tl.sum(shift, 0)[None, :] / tl.minimum(last - first, TILE.channels).to(dtype)
     shift = finite(shift)
-    total = tl.zeros((BC, BE), dtype)
-    square = tl.zeros((BC, BE), dtype)
-    for c0 in range(first, last, BC):
+    total = zeros(TILE.channels, TILE.elements, dtype)
+    square = zeros(TILE.channels, TILE.elements, dtype)
+    for c0 in range(first, last, TILE.channels):
         for t in tl.range(zero, count, num_stages=STAGES):
-            start, offsets, inside = tile(
-                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
-            )  # fmt: skip
-            loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, TILE)
+            loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, TILE)
             if mask is not None:
                 seen += (valid & (c0 == first)).to(tl.int32)
-            deviation = tl.where(data, read(x, start, offsets, loaded, DOUBLE) - shift, 0.0)
+            deviation = tl.where(data, read(x, start, offsets, loaded) - shift, 0.0)
             total += deviation
             square = tl.fma(deviation, deviation, square)
 
@@ -106,18 +98,17 @@ def set_forward_kernel(
         values = (samples.to(tl.int64) * inner).to(tl.float64)
     else:
         values = tl.sum(tl.sum(seen, 1), 0).to(tl.float64)
-    rest = over_groups(summed(total), size, SIDE, BC)
+    rest = over_groups(summed(total), size, TILE)
     squares = summed(square)
-    if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
+    if dtype == tl.float32:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
-                x, mask, shift, segment, first, last, last, zero, count, C, inner, samples,
-                COLUMNS, V, WIDE, BC, BE, SPAN,
-            )  # fmt: skip
+                x, mask, shift, segment, first, last, last, zero, count, C, inner, samples, TILE
+            )
             squares = tl.where(squares < float("inf"), squares, again)
-    set_m2 = over_groups(squares, size, SIDE, BC)
-    place, exists = place_of_set(segment, first, last, C, G, GROUPED, SIDE, BC)
-    if GROUPED or SIDE:
+    set_m2 = over_groups(squares, size, TILE)
+    place, exists = place_of_set(segment, first, last, C, G, GROUPED, TILE)
+    if GROUPED or TILE.side:
         values = values * size
     if GROUPED:
         rest = tl.sum(rest, 0)[None, :]
@@ -130,25 +121,23 @@ def set_forward_kernel(
     set_m2 = not_negative(set_m2 - rest * rest * values)
     set_rstd = 1 / tl.sqrt(set_m2 / values + EPS)
     writes = exists
-    if SIDE:  # the first channel of each group
-        writes = exists & (tl.arange(0, BC)[:, None] % size == 0)
+    if TILE.side:  # the first channel of each group
+        writes = exists & (tl.arange(0, TILE.channels)[:, None] % size == 0)
     tl.store(mean + place, set_mean, mask=writes)
     tl.store(m2 + place, set_m2, mask=writes)
     tl.store(rstd + place, set_rstd, mask=writes)
 
-    high, low = in_two(set_mean, DOUBLE)
+    high, low = in_two(set_mean, dtype)
     scale = set_rstd.to(dtype)
-    for c0 in range(first, last, BC):
-        c = c0 + tl.arange(0, BC)[:, None]
-        w = per_channel(weight, c, c < last, 1.0, DOUBLE)
-        b = per_channel(bias, c, c < last, 0.0, DOUBLE)
+    for c0 in range(first, last, TILE.channels):
+        c = c0 + tl.arange(0, TILE.channels)[:, None]
+        w = per_channel(weight, c, c < last, 1.0, dtype)
+        b = per_channel(bias, c, c < last, 0.0, dtype)
         for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
-            start, offsets, inside = tile(
-                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
-            )  # fmt: skip
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
-            z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT, DOUBLE)
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, TILE)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+            z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT)
             z = at_data(mask, data, z)
             tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)
 
@@ -157,9 +146,7 @@ def set_forward_kernel(
 def set_backward_kernel(
     dy, x, residual, out, dx, dz, mask, mean, rstd, n, weight, bias, sum_dz, sum_dz_xhat,
     C, inner, samples, G,
-    ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr, SIDE: tl.constexpr,
-    DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, GROUPED: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
@@ -167,44 +154,42 @@ def set_backward_kernel(
     writes dx (and dz) once. dx may be x. With a mask each statistic is of `n` values, and dx and dz are 0 at
     positions that it leaves out.
     """
-    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC, SIDE)
+    dtype: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, TILE.channels, TILE.side)
     size = C // G
-    count = tile_count(inner, samples, COLUMNS, BE, SPAN)
+    count = tile_count(inner, samples, TILE)
     zero = segment * 0
-    place, exists = place_of_set(segment, first, last, C, G, GROUPED, SIDE, BC)
-    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
-    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
+    place, exists = place_of_set(segment, first, last, C, G, GROUPED, TILE)
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), dtype)
+    scale = per_channel(rstd, place, exists, 0.0, dtype)
 
-    weighted_dz = tl.zeros((BC,), tl.float64)
-    weighted_dz_xhat = tl.zeros((BC,), tl.float64)
-    for c0 in range(first, last, BC):
-        c = c0 + tl.arange(0, BC)[:, None]
-        w = per_channel(weight, c, c < last, 1.0, DOUBLE)
-        b = per_channel(bias, c, c < last, 0.0, DOUBLE)
-        total = tl.zeros((BC, BE), dtype)
-        product = tl.zeros((BC, BE), dtype)
+    weighted_dz = zeros(TILE.channels, None, tl.float64)
+    weighted_dz_xhat = zeros(TILE.channels, None, tl.float64)
+    for c0 in range(first, last, TILE.channels):
+        c = c0 + tl.arange(0, TILE.channels)[:, None]
+        w = per_channel(weight, c, c < last, 1.0, dtype)
+        b = per_channel(bias, c, c < last, 0.0, dtype)
+        total = zeros(TILE.channels, TILE.elements, dtype)
+        product = zeros(TILE.channels, TILE.elements, dtype)
         for t in tl.range(zero, count, num_stages=STAGES):
-            start, offsets, inside = tile(
-                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
-            )  # fmt: skip
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
-            xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
-            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, TILE)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+            xhat = ((read(x, start, offsets, loaded) - high) - low) * scale
+            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT)
             g = tl.where(data, g, 0.0)
             total += g
             product = tl.fma(g, tl.where(data, xhat, 0.0), product)
         s_dz = summed(total)
         s_dz_xhat = summed(product)
-        c = c0 + tl.arange(0, BC)
+        c = c0 + tl.arange(0, TILE.channels)
         tl.store(sum_dz + segment * C + c, rounded_for(sum_dz, s_dz), mask=c < last)
         tl.store(sum_dz_xhat + segment * C + c, rounded_for(sum_dz_xhat, s_dz_xhat), mask=c < last)
-        w = per_channel(weight, c, c < last, 1.0, True)
+        w = per_channel(weight, c, c < last, 1.0, tl.float64)
         weighted_dz += w * s_dz
         weighted_dz_xhat += w * s_dz_xhat
 
     values = (samples.to(tl.int64) * inner).to(tl.float64)
-    if GROUPED or SIDE:
+    if GROUPED or TILE.side:
         values = values * size
     if n is not None:
         values = tl.maximum(tl.load(n + segment), 1)
@@ -212,20 +197,18 @@ def set_backward_kernel(
         mean_dz = (tl.sum(weighted_dz, 0) / values).to(dtype)
         mean_dz_xhat = (tl.sum(weighted_dz_xhat, 0) / values).to(dtype)
     else:
-        mean_dz = (over_groups(weighted_dz, size, SIDE, BC) / values).to(dtype)
-        mean_dz_xhat = (over_groups(weighted_dz_xhat, size, SIDE, BC) / values).to(dtype)
-    for c0 in range(first, last, BC):
-        c = c0 + tl.arange(0, BC)[:, None]
-        w = per_channel(weight, c, c < last, 1.0, DOUBLE)
-        b = per_channel(bias, c, c < last, 0.0, DOUBLE)
+        mean_dz = (over_groups(weighted_dz, size, TILE) / values).to(dtype)
+        mean_dz_xhat = (over_groups(weighted_dz_xhat, size, TILE) / values).to(dtype)
+    for c0 in range(first, last, TILE.channels):
+        c = c0 + tl.arange(0, TILE.channels)[:, None]
+        w = per_channel(weight, c, c < last, 1.0, dtype)
+        b = per_channel(bias, c, c < last, 0.0, dtype)
         for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
-            start, offsets, inside = tile(
-                t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE, SPAN
-            )  # fmt: skip
-            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
-            xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
-            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, TILE)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, TILE)
+            xhat = ((read(x, start, offsets, loaded) - high) - low) * scale
+            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT)
             g = at_data(mask, data, g)
             if dz is not None:
                 tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Rounding a sum to the dtype that is stored."""
+"""What a sum begins with, and its rounding to the dtype that is stored."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def rounded_for(pointer, value):
     else:
         result = value.to(tl.float32).to(pointer.dtype.element_ty)
     return result
+
+
+@triton.jit
+def zeros(rows: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr):
+    """Zeros of the shape of a tile, or of its rows alone, for sums."""
+    if columns is None:
+        return tl.zeros((rows,), dtype)
+    else:
+        return tl.zeros((rows, columns), dtype)

@@ -98,8 +98,10 @@ def line_of_group(p, group, step, k, kept, dtype: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def line(p, each, step, row, exists, k, kept, dtype: tl.constexpr, TILE: tl.constexpr):
-    """`parameter`, or each row's own line of p, if `each` rows share one: lines begin `step` apart."""
+def line(of, row, exists, k, kept, dtype: tl.constexpr, TILE: tl.constexpr):
+    """`of` is a parameter, or lines of it with the number of rows that share one and the step between them:
+    then each row's own line."""
+    p, each, step = of
     if each is None:
         value = parameter(p, k, kept, dtype)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.rounding import rounded_for, zeros
 from leannorm.ops.backends.triton.row_addresses import (
     begin_of,
     block_of_row,
@@ -43,11 +43,9 @@ def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, re
 
 
 @triton.jit
-def _factor(
-    weight, each, step, row, exists, k, kept, dtype: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr
-):
+def _factor(weight, row, exists, k, kept, dtype: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr):
     """ONE + weight."""
-    value = line(weight, each, step, row, exists, k, kept, dtype, TILE)
+    value = line(weight, row, exists, k, kept, dtype, TILE)
     return value if ONE == 0.0 else ONE + value
 
 
@@ -84,17 +82,15 @@ def backward_tile(
     stored at once.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, TILE.block)
     k = lane
     if HOW.halves:
         half = program % 2
-        k = half * BLOCK + lane
+        k = half * TILE.block + lane
         program, programs = program // 2, programs // 2
-    kept_rows: tl.constexpr = 1 if HOW.fold else ROWS
+    kept_rows: tl.constexpr = 1 if HOW.fold else TILE.rows
     share = program.to(tl.int64) * kept
     if parts is not None:
         group = (program // parts).to(tl.int64)
@@ -110,10 +106,10 @@ def backward_tile(
             valid += group * rows
         weight += group * (step // TILE.vector * TILE.vector)
     if weight is not None and each is None:
-        w = _factor(weight, None, None, None, None, k, kept, dtype, ONE, TILE)
+        w = _factor((weight, None, None), None, None, k, kept, dtype, ONE, TILE)
     if dweight is not None and each is None:
-        sum_dweight = tl.zeros([kept_rows, BLOCK], dtype)
-        sum_dbias = tl.zeros([kept_rows, BLOCK], dtype)
+        sum_dweight = zeros(kept_rows, TILE.block, dtype)
+        sum_dbias = zeros(kept_rows, TILE.block, dtype)
     for at in tl.range(program, tiles, programs, num_stages=HOW.stages):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
         d_start, d_across = begin_of(row, start, across, near, mid, dy_far, dy_mid, dy_near, TILE)
@@ -127,11 +123,11 @@ def backward_tile(
         centre = tl.load(mean + row, live_rows, 0.0)
         factor = tl.load(rstd + row, live_rows, 0.0)
         if HOW.halves:
-            other = (1 - half) * BLOCK + lane
+            other = (1 - half) * TILE.block + lane
             where, there = values(other, live_rows, across, kept, inner, TILE)
             other_g, other_xhat = _gradient(dy + start, where, x + start, where, centre, factor, there, dtype)
             if weight is not None:
-                other_g *= _factor(weight, each, step, row, exists, other, kept, dtype, ONE, TILE)
+                other_g *= _factor((weight, each, step), row, exists, other, kept, dtype, ONE, TILE)
             by_xhat = tl.sum(other_g * other_xhat, 1)
             by_one = tl.sum(other_g, 1)
         d, xhat = _gradient(dy + d_start, of_dy, x + x_start, of_x, centre, factor, read, dtype)
@@ -140,7 +136,7 @@ def backward_tile(
             if each is None:
                 g = d * w
             else:
-                g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+                g = d * _factor((weight, each, step), row, exists, k, kept, dtype, ONE, TILE)
         if HOW.halves:
             by_xhat += tl.sum(g * xhat, 1)
             by_one += tl.sum(g, 1)
@@ -156,7 +152,7 @@ def backward_tile(
         if dweight is not None:
             if each is not None:
                 _put_sum(dweight + start, offset, d, xhat, inside)
-            elif HOW.fold and ROWS > 1:
+            elif HOW.fold and TILE.rows > 1:
                 sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
                 sum_dbias += tl.sum(d, 0, keep_dims=True)
             else:
@@ -178,34 +174,32 @@ def backward_long(
     Moves 3 s bytes per element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     there = live(valid, row, exists)
     centre = tl.load(mean + row, there, 0.0)
     factor = tl.load(rstd + row, there, 0.0)
     lane, end = walk(kept, TILE)
-    sum_xhat = tl.zeros([ROWS, BLOCK], dtype)
-    sum_one = tl.zeros([ROWS, BLOCK], dtype)
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    sum_xhat = zeros(TILE.rows, TILE.block, dtype)
+    sum_one = zeros(TILE.rows, TILE.block, dtype)
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, there, across, kept, inner, TILE)
         g, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
         if weight is not None:
-            g *= _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+            g *= _factor((weight, each, step), row, exists, k, kept, dtype, ONE, TILE)
         sum_xhat += g * xhat
         sum_one += g
     by_xhat = tl.sum(sum_xhat, 1) / kept
     by_one = tl.sum(sum_one, 1) / kept
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
         read = of_live(inside, valid, there)
         d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, read, dtype)
         g = d
         if weight is not None:
-            g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+            g = d * _factor((weight, each, step), row, exists, k, kept, dtype, ONE, TILE)
         if dweight is not None:
             _put_sum(dweight + start, offset, d, xhat, inside)
         through = None if dtotal is None else dtotal + start
@@ -217,14 +211,12 @@ def backward_shares(
     dy, x, mean, rstd, valid, dweight, dbias, rows, kept, inner, tiles, parts, groups,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program's share of a group's dweight and dbias, for BLOCK values of rows longer than a tile.
+    """Each program's share of a group's dweight and dbias, for a block of values of rows longer than a tile.
 
     `parts` programs go through the `tiles` of each group of `rows`. Moves 2 s bytes per element,
     in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     program = tl.program_id(0) % (parts * groups)
     k = block_of_row(tl.program_id(0) // (parts * groups), kept, TILE)
@@ -236,8 +228,8 @@ def backward_shares(
     rstd += first
     if valid is not None:
         valid += first
-    sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
-    sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
+    sum_dweight = zeros(TILE.rows, TILE.block, dtype)
+    sum_dbias = zeros(TILE.rows, TILE.block, dtype)
     for at in tl.range(program % parts, tiles, parts, num_stages=2):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
         there = live(valid, row, exists)

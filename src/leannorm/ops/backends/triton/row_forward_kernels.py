@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leannorm.ops.backends.triton.rounding import zeros
 from leannorm.ops.backends.triton.row_addresses import (
     begin_of,
     divided,
@@ -23,16 +24,13 @@ from leannorm.ops.backends.triton.row_addresses import (
 
 
 @triton.jit
-def _input(
-    x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept,
-    dtype: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _input(x, residual, gate, offset, inside, row, exists, k, kept, dtype: tl.constexpr, TILE: tl.constexpr):
     """x, or x + gate * residual rounded to x's dtype, which is then normalized; zeros outside."""
     value = tl.load(x + offset, inside, 0.0, eviction_policy="evict_first")
     if residual is not None:
         other = tl.load(residual + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
-        if gate is not None:
-            other = line(gate, gate_each, gate_step, row, exists, k, kept, dtype, TILE) * other
+        if gate[0] is not None:
+            other = line(gate, row, exists, k, kept, dtype, TILE) * other
         value = (value.to(dtype) + other).to(value.dtype)
     return value
 
@@ -66,18 +64,18 @@ def rstd_of(square, scale, kept, EPS: tl.constexpr):
 
 @triton.jit
 def _put(
-    y, offset, centred, rstd, weight, weight_each, weight_step, bias, bias_each, bias_step,
-    inside, read, valid, row, exists, k, kept, ONE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+    y, offset, centred, rstd, weight, bias, inside, read, valid, row, exists, k, kept,
+    ONE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The normalized value, times ONE + weight, plus bias; 0 in rows that are not `valid`."""
     value = centred * rstd[:, None]
     if CAST:
         value = value.to(y.dtype.element_ty).to(value.dtype)
-    if weight is not None:
-        factor = line(weight, weight_each, weight_step, row, exists, k, kept, value.dtype, TILE)
+    if weight[0] is not None:
+        factor = line(weight, row, exists, k, kept, value.dtype, TILE)
         value *= factor if ONE == 0.0 else ONE + factor
-    if bias is not None:
-        value += line(bias, bias_each, bias_step, row, exists, k, kept, value.dtype, TILE)
+    if bias[0] is not None:
+        value += line(bias, row, exists, k, kept, value.dtype, TILE)
     if valid is not None:
         value = tl.where(read, value, 0.0)
     tl.store(y + offset, value.to(y.dtype.element_ty), inside)
@@ -92,18 +90,16 @@ _STEPS = ["near", "mid", "x_far", "x_mid", "x_near", "y_far", "y_mid", "y_near"]
 def _normalize_rows(
     x, residual, gate, weight, bias, y, total, mean, rstd, valid, row, exists, there, k, kept,
     offset, read, y_start, put, inside,
-    gate_each, gate_step, weight_each, weight_step, bias_each, bias_step,
     EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr,
     ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of whole rows: statistics and output. `offset` is where they are read, `put` where they go."""
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    value = _input(x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE)
+    value = _input(x, residual, gate, offset, read, row, exists, k, kept, dtype, TILE)
     if residual is not None:
         tl.store(total + y_start + put, value, inside)
     centred = value.to(dtype)
-    centre = tl.zeros([ROWS], dtype)
+    centre = zeros(TILE.rows, None, dtype)
     rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
@@ -115,9 +111,7 @@ def _normalize_rows(
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
     if beyond_float32(square, there, CHECKED):  # read again, so that ordinary rows need no registers for it
-        value = _input(
-            x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE
-        )
+        value = _input(x, residual, gate, offset, read, row, exists, k, kept, dtype, TILE)
         centred = tl.where(read, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = scale_of(tl.max(tl.abs(centred), 1))
         square = tl.sum((centred * scale[:, None]) * (centred * scale[:, None]), 1)
@@ -132,8 +126,8 @@ def _normalize_rows(
         factor = tl.where(there, factor, 0.0)
     tl.store(rstd + row, factor, exists)
     _put(
-        y + y_start, put, centred, factor, weight, weight_each, weight_step, bias, bias_each, bias_step,
-        inside, read, valid, row, exists, k, kept, ONE, CAST, TILE,
+        y + y_start, put, centred, factor, weight, bias, inside, read, valid, row, exists, k, kept,
+        ONE, CAST, TILE,
     )  # fmt: skip
 
 
@@ -151,8 +145,7 @@ def forward_tile(
     """
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
-    BLOCK: tl.constexpr = TILE.block
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, TILE.block)
     y_start, y_across = begin_of(row, start, across, near, mid, y_far, y_mid, y_near, TILE)
     put, inside = values(k, exists, y_across, kept, inner, TILE)
     start, across = begin_of(row, start, across, near, mid, x_far, x_mid, x_near, TILE)
@@ -162,11 +155,12 @@ def forward_tile(
     x += start
     if residual is not None:
         residual += start
+    of_gate, of_weight, of_bias = (
+        (gate, gate_each, gate_step), (weight, weight_each, weight_step), (bias, bias_each, bias_step)
+    )  # fmt: skip
     _normalize_rows(
-        x, residual, gate, weight, bias, y, total, mean, rstd, valid, row, exists, there, k, kept,
-        offset, read, y_start, put, inside,
-        gate_each, gate_step, weight_each, weight_step, bias_each, bias_step,
-        EPS, RMS, CHECKED, CAST, ONE, TILE,
+        x, residual, of_gate, of_weight, of_bias, y, total, mean, rstd, valid, row, exists, there, k, kept,
+        offset, read, y_start, put, inside, EPS, RMS, CHECKED, CAST, ONE, TILE,
     )  # fmt: skip
 
 
@@ -185,8 +179,7 @@ def forward_run(
     dtype: tl.constexpr = mean.dtype.element_ty
     kept, inner = divided(kept, 1, TILE)
     group = (tl.program_id(0) // parts).to(tl.int64)
-    BLOCK: tl.constexpr = TILE.block
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, TILE.block)
     x += group * rows * kept
     y += group * rows * kept
     if residual is not None:
@@ -204,10 +197,10 @@ def forward_run(
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
         offset, inside = values(k, exists, across, kept, inner, TILE)
         _normalize_rows(
-            x + start, None if residual is None else residual + start, gate, weight, bias,
+            x + start, None if residual is None else residual + start,
+            (gate, None, None), (weight, None, None), (bias, None, None),
             y, total, mean, rstd, None, row, exists, exists, k, kept,
-            offset, inside, start, offset, inside, None, None, None, None, None, None,
-            EPS, RMS, CHECKED, CAST, ONE, TILE,
+            offset, inside, start, offset, inside, EPS, RMS, CHECKED, CAST, ONE, TILE,
         )  # fmt: skip
 
 
@@ -225,8 +218,6 @@ def forward_long(
     first block; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     there = live(valid, row, exists)
@@ -234,22 +225,19 @@ def forward_long(
     if residual is not None:
         residual += start
     lane, end = walk(kept, TILE)
-    centre = tl.zeros([ROWS], dtype)
+    of_gate = gate, gate_each, gate_step
+    centre = zeros(TILE.rows, None, dtype)
     if not RMS:
         offset, inside = values(lane, there, across, kept, inner, TILE)
-        first = _input(
-            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, lane, kept, dtype, TILE
-        ).to(dtype)
-        centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
-    lane_mean = tl.zeros([ROWS, BLOCK], dtype)
-    lane_square = tl.zeros([ROWS, BLOCK], dtype)
+        first = _input(x, residual, of_gate, offset, inside, row, exists, lane, kept, dtype, TILE).to(dtype)
+        centre = tl.sum(first, 1) / tl.minimum(kept, TILE.block)
+    lane_mean = zeros(TILE.rows, TILE.block, dtype)
+    lane_square = zeros(TILE.rows, TILE.block, dtype)
     seen = tl.full((), 0.0, dtype)  # a plain number is always float32
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, there, across, kept, inner, TILE)
-        value = _input(
-            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
-        ).to(dtype)
+        value = _input(x, residual, of_gate, offset, inside, row, exists, k, kept, dtype, TILE).to(dtype)
         if RMS:
             lane_square += value * value
         else:
@@ -258,32 +246,28 @@ def forward_long(
             step = from_mean * (1.0 / seen)
             lane_mean += step
             lane_square += from_mean * (from_mean - step)
-    rest = tl.zeros([ROWS], dtype)
+    rest = zeros(TILE.rows, None, dtype)
     square = tl.sum(lane_square, 1)
     if not RMS:
-        count = ((kept - lane + BLOCK - 1) // BLOCK).to(dtype)[None, :]
+        count = ((kept - lane + TILE.block - 1) // TILE.block).to(dtype)[None, :]
         rest = tl.sum(lane_mean * count, 1) / kept
         between = lane_mean - rest[:, None]
         square += tl.sum(count * between * between, 1)
-    scale = tl.zeros([ROWS], dtype) + 1.0
+    scale = zeros(TILE.rows, None, dtype) + 1.0
     if beyond_float32(square, there, CHECKED):
-        largest = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK, num_stages=2):
+        largest = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block, num_stages=2):
             k = begin + lane
             offset, inside = values(k, there, across, kept, inner, TILE)
-            value = _input(
-                x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
-            ).to(dtype)
+            value = _input(x, residual, of_gate, offset, inside, row, exists, k, kept, dtype, TILE).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
         scale = scale_of(tl.max(largest, 1))
-        lane_square = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK, num_stages=2):
+        lane_square = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block, num_stages=2):
             k = begin + lane
             offset, inside = values(k, there, across, kept, inner, TILE)
-            value = _input(
-                x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
-            ).to(dtype)
+            value = _input(x, residual, of_gate, offset, inside, row, exists, k, kept, dtype, TILE).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0) * scale[:, None]
             lane_square += deviation * deviation
         square = tl.sum(lane_square, 1)
@@ -292,17 +276,15 @@ def forward_long(
     if valid is not None:
         factor = tl.where(there, factor, 0.0)
     tl.store(rstd + row, factor, exists)
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
         read = of_live(inside, valid, there)
-        value = _input(
-            x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE
-        )
+        value = _input(x, residual, of_gate, offset, read, row, exists, k, kept, dtype, TILE)
         if residual is not None:
             tl.store(total + start + offset, value, inside)
         centred = value.to(dtype) - centre[:, None] - rest[:, None]
         _put(
-            y + start, offset, centred, factor, weight, weight_each, weight_step, bias, bias_each, bias_step,
-            inside, read, valid, row, exists, k, kept, ONE, CAST, TILE,
+            y + start, offset, centred, factor, (weight, weight_each, weight_step),
+            (bias, bias_each, bias_step), inside, read, valid, row, exists, k, kept, ONE, CAST, TILE,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from leannorm.ops.backends.triton.activations import activate, derivative
-from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.rounding import rounded_for, zeros
 from leannorm.ops.backends.triton.row_addresses import (
     block_of_row,
     divided,
@@ -29,15 +29,13 @@ def gate_backward(
     dtotal, residual, gate, dresidual, dgate, rows, kept, tiles, parts, groups, step,
     EACH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a gated residual and of its gate, for BLOCK values of a row.
+    """The gradients of a gated residual and of its gate, for a block of values of a row.
 
     `parts` programs go through the `tiles` of each group of `rows`, which share a line of the gate; with EACH
     every row has a line, whose gradient is written at once. Moves 3 s bytes per element in one launch;
     `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = tl.float64 if dtotal.dtype.element_ty == tl.float64 else tl.float32
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, 1, TILE)
     program = tl.program_id(0) % (parts * groups)
     k = block_of_row(tl.program_id(0) // (parts * groups), kept, TILE)
@@ -47,13 +45,13 @@ def gate_backward(
     gate += group * (step // TILE.vector * TILE.vector)
     if residual is not None:
         residual += group * rows * kept
-        sums = tl.zeros([ROWS, BLOCK], dtype)
+        sums = zeros(TILE.rows, TILE.block, dtype)
     for at in tl.range(program % parts, tiles, parts, num_stages=2):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
         offset, inside = values(k, exists, across, kept, inner, TILE)
         d = tl.load(dtotal + start + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
         if EACH:
-            g = line(gate, 1, step, row, exists, k, kept, dtype, TILE)
+            g = line((gate, 1, step), row, exists, k, kept, dtype, TILE)
         else:
             g = parameter(gate, k, kept, dtype)
         tl.store(dresidual + start + offset, (d * g).to(dresidual.dtype.element_ty), inside)
@@ -117,37 +115,35 @@ def gated_forward(
     cache.
     """
     dtype: tl.constexpr = rstd.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, 1, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     of_x, of_gate = _steps(x_step, row, TILE), _steps(gate_step, row, TILE)
     lane, end = walk(kept, TILE)
     y += start
-    square = tl.zeros([ROWS], dtype)
+    square = zeros(TILE.rows, None, dtype)
     if WHOLE:
         offset, inside = values(lane, exists, across, kept, inner, TILE)
         value = _normalized(x, gate, of_x + lane, of_gate + lane, inside, dtype, ACT, BEFORE)
         square = tl.sum(value * value, 1)
     else:
-        squares = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK, num_stages=2):
+        squares = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block, num_stages=2):
             k = begin + lane
             inside = exists[:, None] & (k < kept)[None, :]
             v = _normalized(x, gate, of_x + k, of_gate + k, inside, dtype, ACT, BEFORE)
             squares += v * v
         square = tl.sum(squares, 1)
-    scale = tl.zeros([ROWS], dtype) + 1.0
+    scale = zeros(TILE.rows, None, dtype) + 1.0
     if beyond_float32(square, exists, CHECKED):
-        largest = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK):
+        largest = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block):
             k = begin + lane
             inside = exists[:, None] & (k < kept)[None, :]
             v = _normalized(x, gate, of_x + k, of_gate + k, inside, dtype, ACT, BEFORE)
             largest = tl.maximum(largest, tl.abs(v))
         scale = scale_of(tl.max(largest, 1))
-        squares = tl.zeros([ROWS, BLOCK], dtype)
-        for begin in tl.range(0, end, BLOCK):
+        squares = zeros(TILE.rows, TILE.block, dtype)
+        for begin in tl.range(0, end, TILE.block):
             k = begin + lane
             inside = exists[:, None] & (k < kept)[None, :]
             v = _normalized(x, gate, of_x + k, of_gate + k, inside, dtype, ACT, BEFORE) * scale[:, None]
@@ -159,7 +155,7 @@ def gated_forward(
         offset, inside = values(lane, exists, across, kept, inner, TILE)
         _put(y, offset, value, factor, gate, of_gate + lane, weight, lane, kept, inside, ACT, BEFORE, CAST)
     else:
-        for begin in tl.range(0, end, BLOCK, num_stages=2):
+        for begin in tl.range(0, end, TILE.block, num_stages=2):
             k = begin + lane
             offset, inside = values(k, exists, across, kept, inner, TILE)
             v = _normalized(x, gate, of_x + k, of_gate + k, inside, dtype, ACT, BEFORE)
@@ -203,13 +199,11 @@ def gated_backward_tile(
     Moves 5 s bytes per element in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = rstd.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, 1, TILE)
-    k = tl.arange(0, BLOCK)
+    k = tl.arange(0, TILE.block)
     w = parameter(weight, k, kept, dtype)
     if dweight is not None:
-        sums = tl.zeros([ROWS, BLOCK], dtype)
+        sums = zeros(TILE.rows, TILE.block, dtype)
     for at in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
         offset, inside = values(k, exists, across, kept, inner, TILE)
@@ -241,8 +235,6 @@ def gated_backward_long(
     Moves 5 s bytes per element from and to memory, 3 s more from the cache, in one launch.
     """
     dtype: tl.constexpr = rstd.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, 1, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     factor = tl.load(rstd + row, exists, 0.0)
@@ -250,8 +242,8 @@ def gated_backward_long(
     x += _steps(x_step, row, TILE)
     gate += _steps(gate_step, row, TILE)
     lane, end = walk(kept, TILE)
-    sums = tl.zeros([ROWS, BLOCK], dtype)
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    sums = zeros(TILE.rows, TILE.block, dtype)
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         inside = exists[:, None] & (k < kept)[None, :]
         opened = activate(_read(gate, k[None, :], inside, dtype), ACT)
@@ -259,7 +251,7 @@ def gated_backward_long(
         g, u = _gradient(d, value, opened, factor, BEFORE)
         sums += g * parameter(weight, k, kept, dtype) * u
     mean = tl.sum(sums, 1) / kept
-    for begin in tl.range(0, end, BLOCK, num_stages=2):
+    for begin in tl.range(0, end, TILE.block, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
         z = _read(gate, k[None, :], inside, dtype)
@@ -277,14 +269,12 @@ def gated_shares(
     dy, x, gate, rstd, dweight, rows, kept, tiles, programs, dy_step, x_step, gate_step,
     ACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program's share of dweight, for BLOCK values of rows longer than a tile. Moves 3 s bytes."""
+    """Each program's share of dweight, for a block of values of rows longer than a tile. Moves 3 s bytes."""
     dtype: tl.constexpr = rstd.dtype.element_ty
-    ROWS: tl.constexpr = TILE.rows
-    BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, 1, TILE)
     program = tl.program_id(0) % programs
     k = block_of_row(tl.program_id(0) // programs, kept, TILE)
-    sums = tl.zeros([ROWS, BLOCK], dtype)
+    sums = zeros(TILE.rows, TILE.block, dtype)
     for at in tl.range(program, tiles, programs, num_stages=2):
         _start, _across, row, exists = rows_of(at, rows, kept, inner, TILE)
         inside = exists[:, None] & (k < kept)[None, :]

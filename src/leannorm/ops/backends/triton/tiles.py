@@ -1,16 +1,16 @@
 """How the per-channel kernels view a tensor of either layout: as tiles of channels by values.
 
 A *segment* is what shares its statistics: the whole batch, a group of its samples, or one sample for group
-and instance norm. The values of a segment's channel are divided into tiles of BE, for BC neighbouring
-channels at a time:
+and instance norm. The values of a segment's channel are divided into tiles, for neighbouring channels at a
+time. TILE (`tiling.Tiling`) says how:
 
-    COLUMNS (channels last, or one value per channel): a tile is BE rows of memory, BC wide
-    otherwise (contiguous): it is a piece of the planes of SPAN samples, BC of each, BE / SPAN long
+    columns (channels last, or one value per channel): `elements` rows of memory, `channels` wide
+    otherwise (contiguous): a piece of the planes of `span` samples, of each `channels`, elements / span long
 
-`[BC, BE]` is every tile's shape; Triton reads along the contiguous axis. SPAN is more than 1 where planes are
-short, as a tile of one sample would leave most threads of a program without a value. V divides the contiguous
-axis' extent and the offset where every tile begins. `n // V * V` shows that to the compiler, which then loads
-16 bytes at once, if V values are that many.
+Every tile has the shape [channels, elements]; Triton reads along the contiguous axis. Where planes are short
+there are several samples, as a tile of one would leave most threads of a program without a value. `vector`
+divides the contiguous axis' extent and the offset where every tile begins. `n // vector * vector` shows that
+to the compiler, which then loads 16 bytes at once, if so many values have them.
 """
 
 from __future__ import annotations
@@ -22,120 +22,111 @@ from leannorm.ops.backends.triton.activations import activate, derivative, deriv
 
 
 @triton.jit
-def tile_count(inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1):
+def tile_count(inner, samples, TILE: tl.constexpr):
     """How many tiles a segment has for each block of channels."""
     samples = samples.to(tl.int64)
-    if COLUMNS:
-        count = tl.cdiv(samples * inner, BE)
+    if TILE.columns:
+        count = tl.cdiv(samples * inner, TILE.elements)
     else:
-        count = tl.cdiv(samples, SPAN) * tl.cdiv(inner, BE // SPAN)
+        count = tl.cdiv(samples, TILE.span) * tl.cdiv(inner, TILE.elements // TILE.span)
     return count
 
 
 @triton.jit
-def values_before(t, inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1):
+def values_before(t, inner, samples, TILE: tl.constexpr):
     """How many values each channel has in the tiles 0 .. t-1 of a segment."""
-    if COLUMNS:
-        values = tl.minimum(t * BE, samples.to(tl.int64) * inner)
+    if TILE.columns:
+        values = tl.minimum(t * TILE.elements, samples.to(tl.int64) * inner)
     else:
-        pieces = tl.cdiv(inner, BE // SPAN)
-        sample = (t // pieces) * SPAN
-        in_piece = tl.minimum((t % pieces) * (BE // SPAN), inner)
-        if SPAN == 1:
+        pieces = tl.cdiv(inner, TILE.elements // TILE.span)
+        sample = (t // pieces) * TILE.span
+        in_piece = tl.minimum((t % pieces) * (TILE.elements // TILE.span), inner)
+        if TILE.span == 1:
             values = sample * inner + in_piece
         else:
-            values = tl.minimum(sample, samples) * inner + tl.minimum(samples - sample, SPAN) * in_piece
+            values = tl.minimum(sample, samples) * inner + tl.minimum(samples - sample, TILE.span) * in_piece
     return values
 
 
 @triton.jit
-def first_of_tile(t, inner, BE: tl.constexpr, SPAN: tl.constexpr):
+def first_of_tile(t, inner, TILE: tl.constexpr):
     """The sample and the position in its planes where tile `t` begins (contiguous)."""
-    pieces = tl.cdiv(inner, BE // SPAN)
-    sample = t // pieces * SPAN
-    return sample, (t % pieces) * (BE // SPAN)
+    pieces = tl.cdiv(inner, TILE.elements // TILE.span)
+    sample = t // pieces * TILE.span
+    return sample, (t % pieces) * (TILE.elements // TILE.span)
 
 
 @triton.jit
-def tile(
-    t, segment, c0, c_end, C, inner, samples,
-    COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
-    SPAN: tl.constexpr = 1,
-):  # fmt: skip
+def tile(t, segment, c0, c_end, C, inner, samples, TILE: tl.constexpr):
     """Where tile `t` of the channels c0 .. c_end-1 begins, the offsets of its elements, and which exist.
 
-    The beginning is a 64-bit number and the offsets are 32-bit ones, unless a tile is WIDE.
+    The beginning is a 64-bit number and the offsets are 32-bit ones, unless a tile is wide.
     """
-    c = tl.arange(0, BC)[:, None]
-    e = tl.arange(0, BE)[None, :]
-    if COLUMNS:
-        width = C // V * V
-        c0 = c0 // V * V
-        c_end = c_end // V * V
+    c = tl.arange(0, TILE.channels)[:, None]
+    e = tl.arange(0, TILE.elements)[None, :]
+    if TILE.columns:
+        width = C // TILE.vector * TILE.vector
+        c0 = c0 // TILE.vector * TILE.vector
+        c_end = c_end // TILE.vector * TILE.vector
         rows = samples.to(tl.int64) * inner
-        start = (segment * rows + t * BE) * width + c0
-        left = tl.minimum(rows - t * BE, BE).to(tl.int32)
-        if WIDE:
+        start = (segment * rows + t * TILE.elements) * width + c0
+        left = tl.minimum(rows - t * TILE.elements, TILE.elements).to(tl.int32)
+        if TILE.wide:
             offsets = e.to(tl.int64) * width + c
         else:
             offsets = e * width + c
     else:
-        length = inner // V * V
-        sample, first = first_of_tile(t, inner, BE, SPAN)
+        length = inner // TILE.vector * TILE.vector
+        sample, first = first_of_tile(t, inner, TILE)
         start = ((segment * samples + sample) * C + c0) * length + first
-        left = tl.minimum(length - first, BE // SPAN).to(tl.int32)
-        if WIDE:
+        left = tl.minimum(length - first, TILE.elements // TILE.span).to(tl.int32)
+        if TILE.wide:
             c_wide = c.to(tl.int64)
             e_wide = e.to(tl.int64)
         else:
             c_wide = c
             e_wide = e
-        if SPAN == 1:
+        if TILE.span == 1:
             offsets = c_wide * length + e
         else:
-            of_sample = e_wide // (BE // SPAN)
-            e = e % (BE // SPAN)
+            of_sample = e_wide // (TILE.elements // TILE.span)
+            e = e % (TILE.elements // TILE.span)
             offsets = of_sample * C * length + c_wide * length + e
     inside = (e < left) & (c < c_end - c0)
-    if SPAN > 1:
+    if TILE.span > 1:
         inside = inside & (of_sample < samples - sample)
     return start, offsets, inside
 
 
 @triton.jit
-def valid_positions(
-    mask, t, segment, inner, samples,
-    COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1,
-):  # fmt: skip
-    """Where `mask` (samples, inner) marks data in tile `t`, `[1, BE]`: the same for all channels."""
-    if COLUMNS:
-        e = tl.arange(0, BE)  # a row gets its second axis when it is loaded, so that no thread loads it twice
+def valid_positions(mask, t, segment, inner, samples, TILE: tl.constexpr):
+    """Where `mask` (samples, inner) marks data in tile `t`, `[1, elements]`: the same for all channels."""
+    if TILE.columns:
+        # a row gets its second axis when it is loaded, so that no thread loads it twice
+        e = tl.arange(0, TILE.elements)
         rows = samples.to(tl.int64) * inner
-        start = segment * rows + t * BE
-        left = tl.minimum(rows - t * BE, BE).to(tl.int32)
+        start = segment * rows + t * TILE.elements
+        left = tl.minimum(rows - t * TILE.elements, TILE.elements).to(tl.int32)
         valid = (tl.load(mask + start + e, mask=e < left, other=0) != 0)[None, :]
     else:
-        e = tl.arange(0, BE)[None, :]
-        length = inner // V * V
-        sample, first = first_of_tile(t, inner, BE, SPAN)
+        e = tl.arange(0, TILE.elements)[None, :]
+        length = inner // TILE.vector * TILE.vector
+        sample, first = first_of_tile(t, inner, TILE)
         start = (segment * samples + sample) * length + first
-        left = tl.minimum(length - first, BE // SPAN).to(tl.int32)
-        if SPAN == 1:
+        left = tl.minimum(length - first, TILE.elements // TILE.span).to(tl.int32)
+        if TILE.span == 1:
             valid = tl.load(mask + start + e, mask=e < left, other=0) != 0
         else:
-            of_sample = e // (BE // SPAN)
-            e = e % (BE // SPAN)
+            of_sample = e // (TILE.elements // TILE.span)
+            e = e % (TILE.elements // TILE.span)
             there = (e < left) & (of_sample < samples - sample)
             valid = tl.load(mask + start + of_sample.to(tl.int64) * length + e, mask=there, other=0) != 0
     return valid
 
 
 @triton.jit
-def data_of(
-    mask, x, inside, t, segment, inner, samples,
-    COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1,
-):  # fmt: skip
-    """Which of a tile's elements to load, which of these are data, and which positions are valid, `[1, BE]`.
+def data_of(mask, x, inside, t, segment, inner, samples, TILE: tl.constexpr):
+    """Which of a tile's elements to load, which of these are data, and which positions are valid.
 
     Without a mask all that exist. Neighbours that are loaded at once are all loaded if one of them is data;
     the caller must replace those that are not.
@@ -145,12 +136,13 @@ def data_of(
         data = inside
         valid = inside
     else:
-        valid = valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE, SPAN)
+        valid = valid_positions(mask, t, segment, inner, samples, TILE)
         data = inside & valid
-        if COLUMNS:
+        if TILE.columns:
             loaded = data
         else:
-            W: tl.constexpr = min(V, 128 // x.dtype.element_ty.primitive_bitwidth, BE)
+            BE: tl.constexpr = TILE.elements
+            W: tl.constexpr = min(TILE.vector, 128 // x.dtype.element_ty.primitive_bitwidth, BE)
             one_of = tl.max(tl.reshape(valid.to(tl.int32), (BE // W, W)), 1)
             one_of = tl.reshape(tl.broadcast_to(one_of[:, None], (BE // W, W)), (1, BE))
             loaded = inside & tl.max_constancy(one_of != 0, [1, W])
@@ -167,35 +159,32 @@ def at_data(mask, data, values):
 
 @triton.jit
 def number_of(valid):
-    """How many positions of `[1, BE]` are valid."""
+    """How many positions of a tile are valid."""
     return tl.sum(tl.sum(valid.to(tl.int32), 1), 0)
 
 
 @triton.jit
-def first_with_data(
-    mask, t0, t1, segment, inner, samples,
-    COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr, SPAN: tl.constexpr = 1,
-):  # fmt: skip
+def first_with_data(mask, t0, t1, segment, inner, samples, TILE: tl.constexpr):
     """The first of the tiles t0 .. t1-1 that has data (the last, if none has), and the number of valid
     positions."""
     t = t0
-    found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE, SPAN))
+    found = number_of(valid_positions(mask, t, segment, inner, samples, TILE))
     while (found == 0) & (t + 1 < t1):
         t += 1
-        found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE, SPAN))
+        found = number_of(valid_positions(mask, t, segment, inner, samples, TILE))
     return t, found
 
 
 @triton.jit
-def run_of_tiles(C, inner, samples, tiles, parts, COLUMNS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr):
+def run_of_tiles(C, inner, samples, tiles, parts, TILE: tl.constexpr):
     """What a program works on: its first channel, its part of a segment, and the tiles t0 .. t1-1 of that."""
     pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BC)
-    c0 = (pid % blocks) * BC
+    blocks = tl.cdiv(C, TILE.channels)
+    c0 = (pid % blocks) * TILE.channels
     part = (pid // blocks) % parts
     segment = (pid // blocks // parts).to(tl.int64)
     t0 = part.to(tl.int64) * tiles
-    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, TILE))
     return c0, part, segment, t0, t1
 
 
@@ -223,10 +212,10 @@ def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr, SIDE: tl
 
 
 @triton.jit
-def over_groups(values, size, SIDE: tl.constexpr, BC: tl.constexpr):
-    """`[BC, 1]`: each channel's value, or with groups side by side the sum over the channels of its group."""
-    if SIDE:
-        group = tl.arange(0, BC) // size
+def over_groups(values, size, TILE: tl.constexpr):
+    """A column: each channel's value, or with groups side by side the sum over the channels of its group."""
+    if TILE.side:
+        group = tl.arange(0, TILE.channels) // size
         alike = group[:, None] == group[None, :]
         result = tl.sum(tl.where(alike, values[None, :], 0.0), 1)[:, None]
     else:
@@ -235,15 +224,15 @@ def over_groups(values, size, SIDE: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def read(pointer, start, offsets, inside, DOUBLE: tl.constexpr):
+def read(pointer, start, offsets, inside):
     """A tile's elements in the dtype of arithmetic, 0 for those that do not exist."""
-    return tl.load(pointer + start + offsets, mask=inside, other=0.0).to(tl.float64 if DOUBLE else tl.float32)
+    dtype: tl.constexpr = tl.float64 if pointer.dtype.element_ty == tl.float64 else tl.float32
+    return tl.load(pointer + start + offsets, mask=inside, other=0.0).to(dtype)
 
 
 @triton.jit
-def per_channel(pointer, c, exists, otherwise: tl.constexpr, DOUBLE: tl.constexpr):
-    """A value per channel as a column `[BC, 1]`; `otherwise` if there is no such parameter."""
-    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+def per_channel(pointer, c, exists, otherwise: tl.constexpr, dtype: tl.constexpr):
+    """A value per channel as a column; `otherwise` if there is no such parameter."""
     if pointer is None:
         value = tl.full(c.shape, otherwise, dtype)
     else:
@@ -252,9 +241,9 @@ def per_channel(pointer, c, exists, otherwise: tl.constexpr, DOUBLE: tl.constexp
 
 
 @triton.jit
-def in_two(mean, DOUBLE: tl.constexpr):
+def in_two(mean, dtype: tl.constexpr):
     """A float64 mean as the sum of two numbers of the dtype of arithmetic."""
-    if DOUBLE:
+    if dtype == tl.float64:
         high = mean
         low = tl.zeros(mean.shape, tl.float64)
     else:
@@ -271,45 +260,41 @@ def block_of_channels(segment, c0, C, G, BC: tl.constexpr):
 
 
 @triton.jit
-def constants(mean, rstd, weight, bias, c, exists, place, DOUBLE: tl.constexpr):
+def constants(mean, rstd, weight, bias, c, exists, place, dtype: tl.constexpr):
     """What normalizes every channel of a block: mean (in two parts), rstd, weight and bias."""
-    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0).to(tl.float64), DOUBLE)
-    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
-    w = per_channel(weight, c, exists, 1.0, DOUBLE)
-    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0).to(tl.float64), dtype)
+    scale = per_channel(rstd, place, exists, 0.0, dtype)
+    w = per_channel(weight, c, exists, 1.0, dtype)
+    b = per_channel(bias, c, exists, 0.0, dtype)
     return high, low, scale, w, b
 
 
 @triton.jit
-def before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE: tl.constexpr):
+def before_activation(xhat, weight, bias, residual, start, offsets, inside):
     """xhat * weight + bias + residual, rounded in the backward pass as in the forward pass."""
     z = tl.fma(xhat, weight, bias)
     if residual is not None:
-        z = z + read(residual, start, offsets, inside, DOUBLE)
+        z = z + read(residual, start, offsets, inside)
     return z
 
 
 @triton.jit
 def gradient_before_activation(
-    dy, xhat, weight, bias, residual, out, start, offsets, inside, ACT: tl.constexpr, DOUBLE: tl.constexpr
+    dy, xhat, weight, bias, residual, out, start, offsets, inside, ACT: tl.constexpr
 ):
     """dz: dy times the derivative, from the output if it is given, otherwise from the recomputed z."""
-    dz = read(dy, start, offsets, inside, DOUBLE)
+    dz = read(dy, start, offsets, inside)
     if ACT != "identity":
         if out is not None:
-            dz = dz * derivative_from_output(read(out, start, offsets, inside, DOUBLE), ACT)
+            dz = dz * derivative_from_output(read(out, start, offsets, inside), ACT)
         else:
-            dz = dz * derivative(
-                before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE), ACT
-            )
+            z = before_activation(xhat, weight, bias, residual, start, offsets, inside)
+            dz = dz * derivative(z, ACT)
     return dz
 
 
 @triton.jit
-def normalized(
-    x, high, low, rstd, weight, bias, residual, start, offsets, inside,
-    ACT: tl.constexpr, DOUBLE: tl.constexpr,
-):  # fmt: skip
+def normalized(x, high, low, rstd, weight, bias, residual, start, offsets, inside, ACT: tl.constexpr):
     """act((x - mean) * rstd * weight + bias + residual) of one tile."""
-    xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * rstd
-    return activate(before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE), ACT)
+    xhat = ((read(x, start, offsets, inside) - high) - low) * rstd
+    return activate(before_activation(xhat, weight, bias, residual, start, offsets, inside), ACT)

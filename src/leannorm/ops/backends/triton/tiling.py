@@ -1,7 +1,7 @@
 """From shapes to launches: how the per-channel kernels divide a tensor into tiles and programs. Pure
 integers.
 
-Kernels are compiled for channels, positions and dtype (block shapes, the divisor V), never for the number of
+Kernels are compiled for channels, positions and dtype (the tile), never for the number of
 samples: that decides how many programs there are, and whether they run in one launch or in three.
 
 **One launch or several.** Of a tensor of S bytes, several launches move 3 S forward and 5 S backward, with
@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _LINE = 128  # bytes of a cache line: that many neighbouring channels are read, in channels_last
 _SECTOR = 32  # bytes of it that memory moves at least
@@ -103,17 +103,18 @@ class Geometry(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """A tile's shape [BC, BE]; V divides the contiguous extent; WIDE: offsets in a tile need 64 bits.
+    """A tile's shape; `vector` divides the contiguous extent; `wide`: offsets in a tile need 64 bits.
 
-    Of programs that read a whole set also SPAN, the samples that a tile has planes of, SIDE, the groups that
-    lie side by side in it (0: one group, or channels), and whether each has a multiprocessor for itself.
+    Of programs that read a whole set also `span`, the samples that a tile has planes of, `side`, the groups
+    that lie side by side in it (0: one group, or channels), and whether each has a multiprocessor for itself.
+    Kernels get it as a constant.
     """
 
     columns: bool
     vector: int
     wide: bool
-    block_channels: int
-    block_elements: int
+    channels: int
+    elements: int
     warps: int
     span: int = 1
     side: int = 0
@@ -129,7 +130,7 @@ class Tiling(NamedTuple):
     def blocks(self, geometry: Geometry) -> int:
         if self.side:
             return -(-geometry.groups // self.side)
-        return -(-geometry.channels // self.block_channels)
+        return -(-geometry.channels // self.channels)
 
     def programs(self, geometry: Geometry) -> int:
         """Of programs that read a whole set each."""
@@ -139,20 +140,9 @@ class Tiling(NamedTuple):
     def tiles(self, geometry: Geometry) -> int:
         """Tiles of a segment for each block of channels."""
         if self.columns:
-            return -(-geometry.samples * geometry.inner // self.block_elements)
-        pieces = -(-geometry.inner // (self.block_elements // self.span))
+            return -(-geometry.samples * geometry.inner // self.elements)
+        pieces = -(-geometry.inner // (self.elements // self.span))
         return -(-geometry.samples // self.span) * pieces
-
-    @property
-    def constants(self) -> dict[str, int | bool]:
-        return {
-            "COLUMNS": self.columns,
-            "V": self.vector,
-            "WIDE": self.wide,
-            "BC": self.block_channels,
-            "BE": self.block_elements,
-            "warps": self.warps,
-        }
 
 
 def geometry(shape: Sequence[int], groups: int, contiguous: bool) -> Geometry:
@@ -199,7 +189,7 @@ def tiling(
         if geometry.samples == 1:  # if there are several, their number must not decide what is compiled
             elements = min(elements, power_of_two(geometry.inner))
         wide = elements * geometry.channels > 2**31 - 1
-        contiguous = gcd(together, channels)  # every block begins at a multiple of V
+        contiguous = gcd(together, channels)  # every block begins at a multiple of `vector`
     else:
         contiguous = geometry.inner
         longest = min(values, power_of_two(contiguous))
@@ -285,10 +275,10 @@ def one_launch(
     geometry: Geometry, tiling: Tiling, itemsize: int, processors: int, cache: int, choice: Choice
 ) -> bool:
     """Whether one program should read all of its set, twice (see above)."""
-    tiles, channels = tiling.tiles(geometry), tiling.block_channels
+    tiles, channels = tiling.tiles(geometry), tiling.channels
     if geometry.grouped:
         channels = geometry.channels // geometry.groups * max(tiling.side, 1)
-        tiles *= -(-channels // tiling.block_channels)
+        tiles *= -(-channels // tiling.channels)
     programs = tiling.programs(geometry)
     resident = min(programs, (1 if tiling.alone else 4) * processors)
     read_again = resident * geometry.samples * geometry.inner * channels * itemsize
@@ -325,14 +315,14 @@ class Merging(NamedTuple):
     """A kernel that merges partial results has BP parts of BK channels at a time."""
 
     block_parts: int
-    block_channels: int
+    channels: int
 
     @property
     def constants(self) -> dict[str, int]:
-        return {"BP": self.block_parts, "BK": self.block_channels, "warps": 8}
+        return {"BP": self.block_parts, "BK": self.channels, "warps": 8}
 
     def programs(self, geometry: Geometry) -> int:
-        blocks = -(-geometry.channels // self.block_channels)
+        blocks = -(-geometry.channels // self.channels)
         return geometry.segments * (geometry.groups if geometry.grouped else blocks)
 
 
@@ -356,13 +346,12 @@ class Launches(NamedTuple):
     def programs(self, parts: Parts) -> int:
         return self.geometry.segments * self.tiling.blocks(self.geometry) * parts.parts
 
-    def of_sets(self) -> tuple[int, dict[str, int | bool]]:
+    def of_sets(self) -> tuple[int, dict[str, Any]]:
         """How many programs read a whole set each, and the constants of their kernels."""
         sets = self.sets
         assert sets is not None
-        more = {"SPAN": sets.span, "SIDE": sets.side, "STAGES": sets.stages(self.choice)}
-        grouped = self.geometry.grouped and not sets.side
-        return sets.programs(self.geometry), {**sets.constants, "GROUPED": grouped, **more}
+        how = {"TILE": sets, "warps": sets.warps, "STAGES": sets.stages(self.choice)}
+        return sets.programs(self.geometry), how | {"GROUPED": self.geometry.grouped and not sets.side}
 
 
 @lru_cache(4096)
