@@ -127,8 +127,8 @@ struct Pass {
   // All that the pass saved has been freed, and the program saves more: Python ends this step, and another one begins.
   void renew() {
     const py::object way = py::getattr(follower.ask, "__self__");
-    way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, seconds(), device());
     if (log->spent) log->spent->is_one = false;
+    way.attr("renew")(py::cast(this));
     first = std::min(first + then->seen, log->listed.size() - 1), then.reset();
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
@@ -222,19 +222,19 @@ inline void add_record(py::module_ module) {
            py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"), py::arg("smallest"))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
-      .def("packed", &Pass::packed)
-      .def("met", [](const Pass& p) { return p.asked->met; })
-      .def("seen", &Pass::seen)
+      .def_property_readonly("packed", &Pass::packed)
+      .def_property_readonly("met", [](const Pass& p) { return p.asked->met; })
+      .def_property_readonly("seen", &Pass::seen)
       .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
         if (p.log->limit && p.log->limit->is_below(bytes)) return;  // an outer pass has a lower one
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
-      .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
-      .def("device", &Pass::device)
-      .def("places", &Pass::places)
+      .def_property_readonly("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
+      .def_property_readonly("device", &Pass::device)
+      .def_property_readonly("places", &Pass::places)
       .def("timeline", &Pass::timeline)
       .def("seconds", &Pass::seconds)
-      .def("spent", [](const Pass& p) { return p.log->spent; })
+      .def_property_readonly("spent", [](const Pass& p) { return p.log->spent; })
       .def("calls", [](const Pass& p) {
         std::vector<std::string> names;
         for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");

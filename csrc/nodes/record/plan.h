@@ -44,8 +44,8 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
 }
 
 // How far one pass has followed its plan. If the pass differs from the plan, or there is none, Python decides:
-// ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, the plan from here on, why it is kept, the
-// operator that is the reason, whether it is moved).
+// ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, whether it is moved if it is kept, why it is
+// kept, the plan from here on).
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
@@ -88,9 +88,9 @@ struct Follower {
     const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
     const py::tuple answer = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
-    plan = answer[1].is_none() ? nullptr : answer[1].cast<std::shared_ptr<Places>>();
-    cause = {static_cast<Why>(answer[2].cast<int>()), lasting(answer[3].cast<std::string>())};
-    moves = answer[4].cast<bool>();
+    const auto [why, of] = answer[2].cast<std::pair<int, std::string>>();
+    plan = answer[3].is_none() ? nullptr : answer[3].cast<std::shared_ptr<Places>>();
+    cause = {static_cast<Why>(why), lasting(of)}, moves = answer[1].cast<bool>();
     log.policy = plan ? by_plan(policy) : policy;
     if (at == 0 && plan) forget_times(log);
     return answer[0].cast<bool>();

@@ -165,9 +165,7 @@ class ForwardPass:
         self._nodes = nodes
 
     def forget(self) -> None:
-        """Release what is only used to make a plan, and the tensors that a small pass has kept."""
-        if self._recorded is not None:
-            self._recorded.forget()
+        """Release the tensors that a small pass has kept."""
         if self._first is not None:
             self._first.forget()
 
@@ -193,17 +191,9 @@ class ForwardPass:
             small.note(self._place, self._seen())
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
-        if following is None or not made.calls:  # there is nothing to plan
+        if following is None or not made.has_places:  # there is nothing to plan
             return None
-        nbytes = self.ledger.all_bytes()
-        try:
-            before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
-            there = self.ledger.kept() - self.ledger.moved()
-            share = (there - before) / max(nbytes - before, 1)
-            self._of_plans = following.end(made.calls, made.passed, share, made.seconds, made.spent)
-        except Exception as error:  # a plan is never worth an error in the forward pass
-            made.reasons[reasons.no_plan(error)] = 1
-            return None
+        self._of_plans = made.end()
         if self._watch is not None:
             self._note_followed(self._watch, following)
         return following.plan

@@ -23,9 +23,8 @@ from leannorm.saving.host import Moves
 from leannorm.saving.ledger import Row
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
-from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.planned_pass import PlannedPass
-from leannorm.saving.plans import Following, Spent
+from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.reasons import Cause, Why
 from leannorm.saving.shards import PLAIN, as_plain, storage_of
@@ -88,7 +87,8 @@ class RecordedPass:
         self._moves = Moves(self.reasons) if hooks == "host" else None
         hold = partial(_hold, self.reasons, hooks) if isinstance(hooks, Hooks) else None
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else PlannedPass(following, LOG is not log, self._moves)
+        in_cpp = LOG is not log
+        self._way = None if following is None else PlannedPass(following, in_cpp, self._moves, self.reasons)
         self._units = Units()
         self._pass = LOG.begin(
             policy._replace(smallest=SMALLEST),
@@ -117,47 +117,31 @@ class RecordedPass:
         self._pass.close()
         if self._moves is not None and self.following is not None and not self.following.whole:
             self._moves.end()
-        self.missed = self._pass.missed()
+        self.missed = self._pass.missed
         self.recorded.close()
         if (unit := self._units.freed_first) is not None:
             self.recorded.sharded = reasons.sharded(*wrap_of(unit))
-        self.seen = self._pass.packed()
-        self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
-        met = self._pass.met() if self.seen else 0
+        self.seen = self._pass.packed
+        self.is_mostly_gone = len(self.recorded) < self._pass.seen / 8
+        met = self._pass.met if self.seen else 0
         self.reasons.update(reason for bit, reason in _MET.items() if met & bit)
-        if self._way is not None:
-            self.reasons.update(self._way.reasons)
 
     @property
     def following(self) -> Following | None:
         """How the last step of the pass follows plans."""
         return None if self._way is None else self._way.following
 
-    @property
-    def calls(self) -> list[Call]:
-        """The saved tensors that a plan may keep or drop."""
-        return [] if self._way is None else self._way.calls(self._pass.places())
-
-    def passed(self) -> Pass:
-        """What this pass saved, to make a plan from."""
+    def end(self) -> str | None:
+        """Give the pass to the plans, if it saved something that they may drop; a reason, if it is not as
+        planned."""
         assert self._way is not None
-        device = torch.device(self._pass.device())
-        return self._way.passed(self._timeline, self.seconds(), self._pass.places(), self.reasons, device)
-
-    def seconds(self) -> Taken:
-        """What each call of the pass has taken."""
-        seconds: Taken = self._pass.seconds()
-        return seconds
+        kept, rebuilt, moved = self.recorded.kept, self.recorded.rebuilt, self.recorded.moved
+        return self._way.end(self._pass, self._timeline, (kept - moved) / max(kept + rebuilt, 1))
 
     @property
-    def spent(self) -> Spent | None:
-        """What the step is going to take, if the log measures that."""
-        spent: Spent | None = self._pass.spent()
-        return spent
-
-    def forget(self) -> None:
-        """Release what is only used to make a plan."""
-        self._timeline = ()
+    def has_places(self) -> bool:
+        """Whether it saved anything that a plan may drop."""
+        return self._pass.places > 0  # type: ignore[no-any-return]
 
 
 class Recorded:

@@ -146,7 +146,7 @@ class Log:
     def meets(self, what: int) -> None:
         """Have each open pass note what it met."""
         for one in self.passes:
-            one.has_met |= what
+            one.met |= what
 
     # ------------------------------------------------------------ values
 

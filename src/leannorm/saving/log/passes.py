@@ -80,7 +80,7 @@ class RecordedPass:
             if THREAD.recorder is None:
                 THREAD.recorder = Recorder()
             THREAD.recorder.start(log)
-        self.log, self._is_open, self.has_met = log, True, 0
+        self.log, self._is_open, self.met = log, True, 0
         self._noted: _Then | None = None
         with log:
             log.settle()
@@ -157,9 +157,7 @@ class RecordedPass:
     def note(self) -> None:
         """Note what the pass has saved, as a backward pass begins within it."""
         self.alive.noted = 0
-        self._noted = _Then(
-            self.saved(), self.seen(), self.places(), self.timeline() if self.is_timed else ()
-        )
+        self._noted = _Then(self.saved(), self.seen, self.places, self.timeline() if self.is_timed else ())
         self.alive.noted = self.alive.then = self.alive.now
         self.alive.backward_passes += 1
 
@@ -169,8 +167,7 @@ class RecordedPass:
         assert then is not None
         if self.log.spent is not None:
             self.log.spent.is_one = False
-        held, dropped = then.saved.held, then.saved.dropped
-        way.renew(held, dropped, then.places, then.timeline, self.seconds(), self.device())
+        way.renew(self)
         self._begin(min(self.first + then.seen, len(self.log.listed) - 1))
 
     # ------------------------------------------------------------ plans
@@ -195,7 +192,8 @@ class RecordedPass:
         self.place += 1
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
-        drops, moves, cause = way.drops((name, sizes, strides, tensor.dtype, x.number - self.first))
+        call = name, sizes, strides, tensor.dtype, x.number - self.first
+        drops, moves, cause, _ = way.ask(self.place, call)
         log.policy = self.policy if way.following.plan is None else self.policy.with_plan()
         if not self.place and way.following.plan is not None:
             self._forget_times()
@@ -209,23 +207,23 @@ class RecordedPass:
 
     # ------------------------------------------------------------ reports
 
+    missed = 0  # there is no limit
+
+    @property
     def packed(self) -> bool:
         return self.log.packs > self.first_pack
 
+    @property
     def seen(self) -> int:
         return len(self._saved_values()) if self._then is None else self._then.seen
 
-    def met(self) -> int:
-        return self.has_met
-
-    def missed(self) -> int:
-        return 0
-
+    @property
     def device(self) -> str:
         """The device of the largest saved tensor, which decides the rates of a plan."""
         saved = self._saved_values()
         return str(max(saved, key=lambda x: x.storage_bytes).made.device) if saved else "cpu"
 
+    @property
     def places(self) -> int:
         return self.place + 1 if self._then is None else self._then.places
 
@@ -243,6 +241,7 @@ class RecordedPass:
         calls = enumerate(self.log.calls[self.first_call :], self.first_call)
         return [(call.rule.name, self.log.seconds.get(i, 0.0)) for i, call in calls]
 
+    @property
     def spent(self) -> Spent | None:
         """What the step is going to take; None in a pass without a goal."""
         return self.log.spent
