@@ -30,7 +30,7 @@ struct Code;  // encode.h
 struct Other;  // others.h
 
 // Why a value is kept. saving/reasons.py has a sentence for each reason.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
 // Why a value is kept, and the operator that this is about, if it is not the value's own.
 struct Cause {
   Why why = Why::kNone;

@@ -188,18 +188,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return  # entered while a compiler traced
         self._open.remove(mine[-1])
         passed = mine[-1][1]
-        if (why := passed.left()) is not None:
-            self._reasons += [] if error is not None or why in self._reasons else [why]
-            return
         try:
-            passed.close()
-            if error is None:
-                self.plan = passed.learn()
-                for reason in passed.reasons(self.plan):
-                    reasons.warn_once(reason)
-                    if reason not in self._reasons:
-                        self._reasons.append(reason)
-                self._tells_why |= passed.tells_why(self.plan)
+            told = passed.end(error is not None)
+            if error is not None:
+                return
+            self.plan, self._tells_why = passed.plan, self._tells_why or passed.tells_why
+            for reason in told:
+                reasons.warn_once(reason)
+                if reason not in self._reasons:
+                    self._reasons.append(reason)
         finally:
             passed.forget()
 

@@ -53,7 +53,14 @@ class Settings(NamedTuple):
 
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `line` identifies the line of the program that opens it."""
+    """One forward pass, from `open` to `end`; `line` identifies the line of the program that opens it."""
+
+    refused: str | None = None  # why no hooks were set
+    told: Told | None = None  # notes on logits that are not computed
+    plan: RebuildPlan | None = None
+    tells_why = False
+    """Whether it says why outputs of operations are kept. It does not if a plan keeps as much as was asked
+    for, nor if a backward pass has already freed most tensors."""
 
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
         self._settings, self.ledger, self._line = settings, ledger, line
@@ -74,12 +81,10 @@ class ForwardPass:
         self._first: FirstTensor | None = None
         self._timer: Timer | None = None
         self._is_plain = False  # whether it is run to be compared with passes that follow the plan
-        self.refused: str | None = None  # why no hooks were set
         self._freed_within = False  # whether most of what it saved was freed before it closed
         self._of_plans: str | None = None
         self._set: PassHooks | None = None
-        self._nodes = 0  # how many autograd had made when it was opened; from `close` on, how many it made
-        self.told: Told | None = None  # notes on logits that are not computed
+        self._nodes = 0  # how many autograd had made when it was opened; from `_close` on, how many it made
 
     def open(self) -> None:
         """Set the hooks, unless `refusal` gives a reason not to."""
@@ -147,8 +152,17 @@ class ForwardPass:
         """Whether the pass was not recorded: nothing was examined except its first tensor."""
         return self._first is not None and self._recorded is None
 
-    def close(self) -> None:
-        """Remove the hooks and close the ledger."""
+    def end(self, failed: bool) -> list[str]:
+        """End the pass, which may have `failed` with an error; returns why no memory, or less than asked, was
+        saved."""
+        self._close()
+        if failed:
+            return []
+        self.plan = self._learn()
+        self.tells_why = not self._freed_within and (self._settings.goal is None or self._missed is not None)
+        return self._reasons()
+
+    def _close(self) -> None:
         nodes = nodes_made() - self._nodes
         self._stack.close()
         if self._recorded is not None:
@@ -157,9 +171,9 @@ class ForwardPass:
             self._freed_within = self._recorded.is_mostly_gone
         kept = [] if self._first is None else self._first.kept
         if self._is_left and kept:
-            known = None if self._watch is None else self._watch.kept
+            known = None if self._watch is None else self._watch.seen
             if known is not None:
-                self.ledger.add(known)
+                self.ledger.add(known.rows)
                 kept = []
         self.ledger.close(kept)
         self._nodes = nodes
@@ -173,11 +187,7 @@ class ForwardPass:
     def _limit_asked(self) -> int | str | None:
         return None if self._settings.goal is None else self._settings.goal.limit
 
-    def left(self) -> str | None:
-        """Why the pass was left alone, after ending it in one step; None if `close` must end it."""
-        return None
-
-    def learn(self) -> RebuildPlan | None:
+    def _learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         made, following = self._recorded, self._following
         if self._freed_within or self.refused is not None:  # what is left has neither the size nor a plan
@@ -185,8 +195,7 @@ class ForwardPass:
         if self._watch is not None and self._timer is not None:
             self._watch.timers.append(self._timer)
         if made is None:
-            self._was_left()
-            return None if self._watch is None else self._watch.plan
+            return None if self._watch is None else self._watch.left(self._nodes)
         if self._place is not None and made.seen:
             small.note(self._place, self._seen())
         if self._watch is not None:
@@ -197,11 +206,6 @@ class ForwardPass:
         if self._watch is not None:
             self._note_followed(self._watch, following)
         return following.plan
-
-    def _was_left(self) -> None:
-        """Let the next pass follow a plan if this one was not one of those that are measured."""
-        if self._watch is not None and self._nodes > 2 * self._watch.nodes:
-            self._watch.loop = None
 
     def _seen(self) -> Seen:
         ledger = self.ledger
@@ -214,42 +218,34 @@ class ForwardPass:
         if following.plan is None or following.loop is None:
             watch.loop = None
             return
-        if following.loop is not watch.loop or watch.kept is None:
-            seen = self._seen()
-            watch.loop, watch.first, watch.nodes, watch.kept = (
-                following.loop,
-                seen.first,
-                seen.nodes,
-                seen.rows,
-            )
+        if following.loop is not watch.loop or watch.seen is None:
+            watch.loop, watch.seen = following.loop, self._seen()
         following.plan = following.plan._replace(measured=following.loop.measured)
         watch.plan = following.plan._replace(made_for=following.plan.made_for.without_lines())
 
-    def _missed(self, plan: RebuildPlan | None) -> str | None:
+    @property
+    def _missed(self) -> str | None:
         """The reason that the budget, the peak or the limit is out of reach, if it is."""
         goal = self._settings.goal
         if goal is None or self._freed_within:
             return None
         if goal.limit is not None:
             return reasons.of_limit(self._limit, 0 if self._recorded is None else self._recorded.missed)
-        if plan is not None:
-            return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
+        if self.plan is not None:
+            chosen = self.plan.chosen
+            return None if chosen.reached else reasons.out_of_reach(goal, chosen)
         kept, stock = self.ledger.kept() - self.ledger.moved(), self.ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
-    def tells_why(self, plan: RebuildPlan | None) -> bool:
-        """Whether `reasons` says why outputs of operations are kept. It does not if a plan keeps as much as
-        was asked for, nor if a backward pass has already freed most tensors."""
-        return not self._freed_within and (self._settings.goal is None or self._missed(plan) is not None)
-
     @staticmethod
     def _nothing_saved() -> list[str]:
         return [reasons.NOTHING] if torch.is_grad_enabled() else []
 
-    def reasons(self, plan: RebuildPlan | None) -> list[str]:
-        """Why no memory, or less than asked, was saved: first the causes that concern the whole pass."""
+    def _reasons(self) -> list[str]:
+        """The causes that concern the whole pass come first."""
+        plan, missed = self.plan, self._missed
         counts: Counter[str] = Counter() if self._recorded is None else self._recorded.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self.refused is not None:
@@ -271,7 +267,7 @@ class ForwardPass:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         goal = self._settings.goal
         peak = None if goal is None or plan is None else reasons.of_peak(goal, plan)
-        whole += [reason for reason in (self._missed(plan), self._of_plans, peak) if reason is not None]
+        whole += [reason for reason in (missed, self._of_plans, peak) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in counts.items()

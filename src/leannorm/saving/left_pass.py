@@ -9,7 +9,6 @@ from leannorm.saving import reasons, small, timing
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.forward_pass import ForwardPass, Settings, refusal
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.small import Alone, FirstTensor, nodes_made, unpack
 
 
@@ -26,8 +25,6 @@ class LeftPass(ForwardPass):
     def __init__(self, place: Hashable, alone: Alone, *given: Any) -> None:
         self._alone, self._at, self._given = alone, place, given
         self.ledger: Ledger = given[1]
-        self.refused: str | None = None
-        self.told = None
 
     def open(self) -> None:
         """Set the hook, unless `refusal` gives a reason not to."""
@@ -48,55 +45,22 @@ class LeftPass(ForwardPass):
         self._first, self._set, self._nodes = first, hooks, nodes
         return super()._look_from_here()
 
-    def left(self) -> str | None:
-        """Do in one step what the methods below do, if the pass was like the last one; else return None."""
+    def end(self, failed: bool) -> list[str]:
+        """Remove the hook, if it is still set; returns why the pass was left alone."""
         first, alone = self._first, self._alone
-        if first is None or first.is_other or not (first.is_over and first.kept):
-            return None
-        if alone.is_other(nodes_made() - self._nodes):
-            small.note(self._at, None)
-        self.ledger.add(alone.seen.rows)
-        first.forget()
-        return reasons.SMALL
-
-    @property
-    def _is_other(self) -> bool:
-        return self._first is not None and self._first.is_other
-
-    def close(self) -> None:
-        """Remove the hook, if it is still set."""
-        if self._first is None:
-            return
+        if first is None:
+            return [] if self.refused is None else [self.refused]
+        if first.is_other:
+            return super().end(failed)
         assert self._set is not None
         self._set.__exit__(None, None, None)
-        if self._is_other:
-            super().close()
-            return
-        self._nodes = nodes_made() - self._nodes
-        if self._first.kept:
-            self.ledger.add(self._alone.seen.rows)
-
-    def learn(self) -> RebuildPlan | None:
-        """Have the next pass recorded, if this one was not like the last that was recorded."""
-        if self._is_other or (self._first is not None and self._alone.is_other(self._nodes)):
+        if alone.is_other(nodes_made() - self._nodes):
             small.note(self._at, None)
-        return None
+        if not first.kept:
+            return self._nothing_saved()
+        self.ledger.add(alone.seen.rows)
+        return [reasons.SMALL]
 
-    def reasons(self, plan: RebuildPlan | None) -> list[str]:
-        """Why the pass was left alone."""
-        if self._is_other:
-            return super().reasons(plan)
-        if self.refused is not None:
-            return [self.refused]
-        if self._first is not None and self._first.kept:
-            return [reasons.SMALL]
-        return self._nothing_saved()
-
-    def tells_why(self, plan: RebuildPlan | None) -> bool:
-        return self._is_other and super().tells_why(plan)
-
-    def forget(self) -> None:
-        if self._is_other:
-            super().forget()
-        elif self._first is not None:
-            self._first.forget()
+    def _learn(self) -> None:
+        """Have the next pass recorded, too."""
+        small.note(self._at, None)

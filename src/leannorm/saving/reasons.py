@@ -112,7 +112,6 @@ class Why(IntEnum):
     NOT_AT_HAND = "what it was made of is not at hand"
     TOO_DEEP = "too many steps in a row lead to it from what is kept"
     OTHER_BITS = "a rebuild had other bits"
-    EDITED = "it was edited in a way that its operation does not show"
     SMALLER = "each is much smaller than the largest tensor of the pass, and a rebuild takes as many calls"
     UNKNOWN = "lean() did not see the operator that made it, as in compiled code or a kernel of your own"
     FLAGS = "its operator ran on tensors that lean() does not rebuild"

@@ -35,7 +35,6 @@ class Timer:
         self._number, self._told, self._reached = number, told, False
         self._events = self._event(), None
         self.size = 0  # bytes of the first tensor
-        self.watching: Any = None  # an object that notes when the first saved value is gone
         self._start = clock()
 
     @staticmethod
