@@ -160,7 +160,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (leaf) s.tensor = t;
   if (leaf && !s.spec) log.leaves[v].push_back(&s.tensor);
   const bool planned = log.following.back()->has_place(log, x, whole), drops = !planned || log.following.back()->drops(log, x, t);
-  if (log.times) log.times->saved(log, planned, v, whole);
+  if (log.may_plan) note_save(log, planned, v, whole);
   if (!drops) keep(log, v, t, log.following.back()->cause);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {

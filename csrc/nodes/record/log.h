@@ -96,13 +96,16 @@ struct Value {
   int64_t above = 0;     // under a limit: bytes of the longest chain of dropped values that is rebuilt from it
   uint64_t seen = 0;     // the last walk that came here, and what it found
   bool can = false;
+  uint8_t gradient = 0;  // bits of `Gradient`
 };
+enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
 // A tensor in argument `at` of a call, which is item `place` if that is a list of optional tensors.
 struct Read {
   int at, place, value;
   int geometry;  // its number in the log; -1: as the value was made
   bool saved = false;  // the call's own node has saved it
+  bool wants = false;  // it requires a gradient
 };
 
 struct Call {
@@ -131,6 +134,7 @@ struct Memory {
   bool sent = false;  // messages arrive here, such as flat weights. They move its counter, so nothing is rebuilt from it
   c10::VariableVersion counter;
   uint32_t version = 0;
+  int died = -1;  // the first call that began after it was freed
 };
 
 // The global flags on which the bits of kernels depend, in one number. saving/flags.py reads and sets them.
@@ -176,7 +180,12 @@ struct Waiting {
 };
 
 struct Follower;
-struct Times;
+
+// A tensor that a node has saved: in which pass and place, its value, and the node's call.
+struct Save {
+  const Follower* by;
+  int place, value, call;
+};
 
 // Global flags that were set within a pass, and the Python object that sets them.
 struct SetFlags {
@@ -222,7 +231,11 @@ struct Log {
   int passes = 0;           // open passes, which write into this log
   std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each open pass
-  std::shared_ptr<Times> times;      // if a plan may be made from the pass
+  // If a plan may be made from an open pass, the log also notes gradients, what was saved, and when memories were freed.
+  bool may_plan = false;
+  std::vector<Save> saves;
+  std::vector<int> living;           // memories that had not been freed when the last call began
+  size_t known = 0;                  // memories that were looked at
   bool measures = false;             // whether an open pass has a goal, so that calls are timed
   std::shared_ptr<Spent> spent;      // then
   std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
@@ -368,6 +381,7 @@ struct Log {
   // Empties the log when no saved tensor is left, since a pass may last for a whole training run.
   void start_over() {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
+    saves.clear(), living.clear(), known = 0;
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
     largest = 0, seconds.clear(), failed = false;

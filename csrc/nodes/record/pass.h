@@ -86,11 +86,11 @@ struct Pass {
     hand_over(*log);
     log->asked.push_back(asked);
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
-    if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
     follower.policy = log->policy = policy, follower.ask = std::move(ask);
     const py::object way = py::getattr(follower.ask, "__self__", py::none());
     follower.narrows = py::getattr(way, "narrows", py::bool_(false)).cast<bool>(), follower.chooses = py::getattr(way, "moves", py::bool_(false)).cast<bool>();
     log->following.push_back(&follower);
+    follower.plans(*log, !follower.ask.is_none());
     if (!follower.ask.is_none() && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
@@ -107,7 +107,7 @@ struct Pass {
     if (log->passes == 1) copy_all_small(*log);
     note_those_alone();
     std::erase(log->following, &follower);
-    follower.forget_times(*log);
+    follower.plans(*log, false);
     if (!log->following.empty()) log->policy = log->following.back()->policy;
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
@@ -120,7 +120,7 @@ struct Pass {
   }
   void note() {
     then.reset();
-    then = Then{saved(), seen(), places(), follower.times ? timeline() : py::none()};
+    then = Then{saved(), seen(), places(), follower.may_plan ? timeline() : py::none()};
     Log::Alive& alive = log->alive_of[follower.number];
     follower.noted = alive.then = alive.now, ++alive.backward_passes;
   }
@@ -133,7 +133,7 @@ struct Pass {
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
     follower.first = first, follower.noted = 0, follower.place = -1, follower.plan.reset(), log->policy = follower.policy;
-    log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
+    follower.plans(*log, true);
   }
   // Gives a reason to values without a gradient that only autograd has, such as the workspace of a recurrent layer.
   void note_those_alone() {

@@ -243,24 +243,24 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     @property
     def reasons(self) -> list[str]:
         """Why no memory, or less than asked, was saved; names what keeps a twentieth or more of all bytes."""
-        held = reasons.by_bytes(self._ledger.rows()) if self._tells_why else ()
+        held = reasons.by_bytes(self._ledger.records()) if self._tells_why else ()
         of_heads = [reason for told in self._told for reason in told.reasons()]
         return [*self._reasons, *of_heads, *held]
 
     @property
     def kept_bytes(self) -> int:
         """Bytes saved for the backward pass: every storage once, parameters not counted."""
-        return self._ledger.kept()
+        return self._ledger.kept
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of `kept_bytes` that `held="host"` has moved."""
-        return self._ledger.moved()
+        return self._ledger.moved
 
     @property
     def rebuilt_bytes(self) -> int:
         """Bytes that plain PyTorch would also keep, and that the backward pass rebuilds."""
-        return self._ledger.rebuilt()
+        return self._ledger.rebuilt
 
     @property
     def records(self) -> list[Record]:

@@ -16,13 +16,13 @@ from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
 from leannorm.saving import limit, reasons, recorded_pass, small, timing, watched
 from leannorm.saving.aside import PassHooks
-from leannorm.saving.ledger import Ledger
+from leannorm.saving.ledger import AllKept, Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_pass import RecordedPass
-from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made, unpack
+from leannorm.saving.small import NEVER_SMALL, FirstTensor, Seen, nodes_made, unpack
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
 from leannorm.saving.verify import Layers
@@ -173,9 +173,9 @@ class ForwardPass:
         if self._is_left and kept:
             known = None if self._watch is None else self._watch.seen
             if known is not None:
-                self.ledger.add(known.rows)
+                self.ledger.add(known.kept)
                 kept = []
-        self.ledger.close(kept)
+        self.ledger.add_first(kept)
         self._nodes = nodes
 
     def forget(self) -> None:
@@ -209,10 +209,10 @@ class ForwardPass:
 
     def _seen(self) -> Seen:
         ledger = self.ledger
-        rows = AllKept(ledger.rows, ledger.all_bytes())
-        first = next(iter(rows.rows()), None)
-        nbytes = 0 if first is None else first[1].numel() * first[2].itemsize
-        return Seen(nbytes, ledger.rebuilt(), self._nodes, rows)
+        first = next(iter(ledger.records()), None)
+        nbytes = 0 if first is None else first.shape.numel() * first.dtype.itemsize
+        all_kept = AllKept(ledger.records, ledger.kept + ledger.rebuilt)
+        return Seen(nbytes, ledger.rebuilt, self._nodes, all_kept)
 
     def _note_followed(self, watch: Watch, following: Following) -> None:
         if following.plan is None or following.loop is None:
@@ -234,8 +234,8 @@ class ForwardPass:
         if self.plan is not None:
             chosen = self.plan.chosen
             return None if chosen.reached else reasons.out_of_reach(goal, chosen)
-        kept, stock = self.ledger.kept() - self.ledger.moved(), self.ledger.all_bytes()
-        ratio = kept / max(stock, 1)
+        kept, rebuilt = self.ledger.kept, self.ledger.rebuilt
+        ratio = (kept - self.ledger.moved) / max(kept + rebuilt, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal, ratio) if missed else None
 

@@ -58,7 +58,7 @@ class LeftPass(ForwardPass):
             small.note(self._at, None)
         if not first.kept:
             return self._nothing_saved()
-        self.ledger.add(alone.seen.rows)
+        self.ledger.add(alone.seen.kept)
         return [reasons.SMALL]
 
     def _learn(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from leannorm._report import bytes_in_words
 from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.plan import Plan
-from leannorm.saving.ledger import Row
+from leannorm.saving.ledger import Record
 
 if TYPE_CHECKING:
     from leannorm.saving.limit import Limit
@@ -166,14 +166,14 @@ _LEAST = 0.05  # of all bytes
 _FEWER, _LOWER = 0.8, 0.95  # shares of plain PyTorch's bytes and peak that count as fewer and as lower
 
 
-def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
+def by_bytes(records: Iterable[Record]) -> Iterator[str]:
     """A sentence for each pair of node and reason that keeps a twentieth or more of all bytes."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
-    for node, _, _, nbytes, is_rebuilt, why in rows:
-        stock += nbytes
-        rebuilt += nbytes * is_rebuilt
-        if why:
-            groups[node, why] += nbytes
+    for record in records:
+        stock += record.bytes
+        rebuilt += record.bytes * record.rebuilt
+        if record.why:
+            groups[record.node, record.why] += record.bytes
     for (node, why), nbytes in groups.most_common():
         share = nbytes / stock
         if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):

@@ -20,7 +20,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import cpp_log, log, reasons
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.host import Moves
-from leannorm.saving.ledger import Row
+from leannorm.saving.ledger import Record
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
 from leannorm.saving.planned_pass import PlannedPass
@@ -183,12 +183,12 @@ class Recorded:
     def __len__(self) -> int:
         return len(self._saved)
 
-    def rows(self) -> list[Row]:
-        """The fields of a `Record` for each tensor."""
+    def records(self) -> list[Record]:
+        """One record for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, self._in_words(Cause(Why(why * by_node), of)))
+            Record(name, torch.Size(shape), dtype, nbytes, dropped, self._why(Cause(Why(why * by_node), of)))
             for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
         ]
 
-    def _in_words(self, cause: Cause) -> str:
+    def _why(self, cause: Cause) -> str:
         return cause.in_words().replace(Why.FREED.sentence, self.sharded)

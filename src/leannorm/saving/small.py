@@ -8,7 +8,7 @@ pass of its line showed. Plain passes, which measure a step without `lean()`, ar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from leannorm.saving.timing import Timed, Timer
 
 if TYPE_CHECKING:
     from leannorm.saving.aside import PassHooks
-    from leannorm.saving.ledger import Row
+    from leannorm.saving.ledger import AllKept
 
 _FEW = 4 << 20
 
@@ -40,23 +40,12 @@ _MAX_PLACES = 4096
 
 
 class Seen(NamedTuple):
-    """A pass that was recorded. `first`: bytes of its first tensor. `rows`: all that it saved, as if kept."""
+    """A pass that was recorded. `first`: bytes of its first tensor. `kept`: all that it saved, as if kept."""
 
     first: int
     freed: int
     nodes: int
-    rows: AllKept
-
-
-class AllKept:
-    """What an earlier pass at the same place saved, all of it counted as kept."""
-
-    def __init__(self, rows: Callable[[], Iterable[Row]], kept: int) -> None:
-        self._rows, self.kept, self.rebuilt, self.moved = rows, kept, 0, 0
-
-    def rows(self) -> list[Row]:
-        """The fields of a `Record` for each tensor."""
-        return [(*row[:4], False, "") for row in self._rows()]
+    kept: AllKept
 
 
 class Alone:

@@ -25,7 +25,7 @@ _NO_GRADIENT = {"aten::sum"}  # whose gradient takes no memory: it is one number
 _WORKING = {"aten::pow": 2, "aten::native_batch_norm": 1}
 """What the backward pass of a call allocates in addition to gradients, in multiples of its result's bytes."""
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
-_WANTS, _HAS_GRADIENT = 1, 2  # as in plan.h
+WANTS, HAS_GRADIENT = 1, 2  # as in plan.h
 
 
 class Read(NamedTuple):
@@ -129,7 +129,7 @@ class Timeline:
     def wanted(self) -> set[int]:
         """The values that get a gradient. Within a user's `autograd.Function` autograd is off, so what its
         calls make on the way counts, too."""
-        wanted = {i for i, value in enumerate(self.values) if value.gradient & _WANTS}
+        wanted = {i for i, value in enumerate(self.values) if value.gradient & WANTS}
         for call in reversed(self.calls):
             if not call.grad_mode and any(out in wanted for out in call.outs):
                 wanted |= {read.value for read in call.reads if self.values[read.value].is_floating}
@@ -361,7 +361,7 @@ class _Gradients:
         """Note a value's gradient. A weight's stays, unless it is added to one; others stay until the
         backward pass of the call that made the value."""
         timeline, of = self.timeline, self.timeline.values[value]
-        if value in self.of or (of.call < 0 and of.gradient & _HAS_GRADIENT):
+        if value in self.of or (of.call < 0 and of.gradient & HAS_GRADIENT):
             return
         if gradient is None:
             gradient = self._new(size, moment)

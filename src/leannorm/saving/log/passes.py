@@ -14,7 +14,7 @@ from leannorm.saving.log.log import Alive, Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.recorder import THREAD, Recorder
 from leannorm.saving.log.spent import Spent
-from leannorm.saving.log.timeline import Times, reason_of, timeline_of
+from leannorm.saving.log.timeline import reason_of, timeline_of
 from leannorm.saving.log.values import DROPPED, HELD, Value
 from leannorm.saving.log.watch import expose
 from leannorm.saving.policy import Policy
@@ -96,9 +96,6 @@ class RecordedPass:
         log, self.first, self.place = self.log, first, -1  # the place of the last tensor
         log.policy, self.alive.noted = self.policy, 0
         self.first_call, self.first_other = len(log.calls), len(log.others)
-        self.is_timed = self.way is not None  # whether a plan may be made from the step
-        if self.is_timed and log.times is None:
-            log.times = Times()
 
     def close(self) -> None:
         if not self._is_open:
@@ -110,7 +107,6 @@ class RecordedPass:
             hand_over(log)
             self._note_those_alone()
             log.passes.remove(self)
-            self._forget_times()
             if log.passes:
                 log.policy = log.passes[-1].policy
                 return
@@ -157,7 +153,7 @@ class RecordedPass:
     def note(self) -> None:
         """Note what the pass has saved, as a backward pass begins within it."""
         self.alive.noted = 0
-        self._noted = _Then(self.saved(), self.seen, self.places, self.timeline() if self.is_timed else ())
+        self._noted = _Then(self.saved(), self.seen, self.places, self.timeline() if self.may_plan else ())
         self.alive.noted = self.alive.then = self.alive.now
         self.alive.backward_passes += 1
 
@@ -195,15 +191,12 @@ class RecordedPass:
         call = name, sizes, strides, tensor.dtype, x.number - self.first
         drops, moves, cause, _ = way.ask(self.place, call)
         log.policy = self.policy if way.following.plan is None else self.policy.with_plan()
-        if not self.place and way.following.plan is not None:
-            self._forget_times()
         return drops, moves, cause
 
-    def _forget_times(self) -> None:
-        """Stop noting times for this pass; the log goes on if another open pass needs them."""
-        self.is_timed = False
-        if not any(one.is_timed for one in self.log.passes):
-            self.log.times = None
+    @property
+    def may_plan(self) -> bool:
+        """Whether a plan may be made from the step."""
+        return self.way is not None and self.way.following.whole
 
     # ------------------------------------------------------------ reports
 
