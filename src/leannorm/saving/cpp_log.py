@@ -16,7 +16,7 @@ from torch import Tensor
 from leannorm.autograd.nodes import NODES
 from leannorm.ops import modes
 from leannorm.saving import rows
-from leannorm.saving.flags import current
+from leannorm.saving.flags import Flags
 from leannorm.saving.operators import OPERATORS, VARYING
 from leannorm.saving.policy import Policy
 from leannorm.saving.shards import has_ranks, local_of, shared_as, spec_of
@@ -85,6 +85,6 @@ def begin(
     if "torch._subclasses.fake_tensor" in sys.modules:
         _know_fakes()
     ask, owns = None if way is None else way.ask, units.owner_runs if units.exist else None
-    told = current(), ask, layer, hold, owns, other, subclasses, has_ranks(), policy.smallest
+    told = Flags.now(), ask, layer, hold, owns, other, subclasses, has_ranks(), policy.smallest
     limits = policy.sums, policy.runs, policy.row
     return NODES.RecordedPass(policy.products, policy.everything, *limits, *told)

@@ -72,11 +72,8 @@ class ForwardPass:
             self._watch = watched.watch_of((line, settings.goal))
         self._stack = ExitStack()
         self._limit: limit.Limit | None = None
-        of_watch = None if self._watch is None else (line, settings.goal)
-        planned = settings.goal is not None and settings.goal.limit is None
-        self._following = (
-            Following(settings.goal, of_watch) if planned and settings.goal is not None else None
-        )
+        goal, of_watch = settings.goal, None if self._watch is None else (line, settings.goal)
+        self._following = None if goal is None or goal.limit is not None else Following(goal, of_watch)
         self._recorded: RecordedPass | None = None
         self._first: FirstTensor | None = None
         self._timer: Timer | None = None
@@ -92,8 +89,9 @@ class ForwardPass:
         self.refused = refusal()
         if self.refused is not None:
             return
-        if self._limit_asked is not None:
-            self._limit = limit.begin(self._limit_asked, self._line)
+        asked = None if self._settings.goal is None else self._settings.goal.limit
+        if asked is not None:
+            self._limit = limit.begin(asked, self._line)
         pack, timed = self._first_hook(number), None
         if self._first is None:
             pack = self._begin()
@@ -132,20 +130,18 @@ class ForwardPass:
             self._stack.callback(layers.close)
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
-        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
-        if from_here:
-            self._recorded.begins_within_a_call()
+        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit, from_here)
         self.ledger.add(self._recorded.recorded)
         return self._recorded.pack
 
     def _look_from_here(self) -> bool:
         """Start recording with the next tensor; False if the hooks cannot be replaced."""
-        return self._set is not None and self._set.replace(self._hooks_from_here)
-
-    def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        if self._set is None or not self._set.is_on_top():
+            return False
         if self._is_plain:
             self._following = None  # its first tensor is not that of a planned pass
-        return self._begin(True), recorded_pass.LOG.record_unpack
+        self._set.replace(self._begin(from_here=True), recorded_pass.LOG.record_unpack)
+        return True
 
     @property
     def _is_left(self) -> bool:
@@ -183,10 +179,6 @@ class ForwardPass:
         if self._first is not None:
             self._first.forget()
 
-    @property
-    def _limit_asked(self) -> int | str | None:
-        return None if self._settings.goal is None else self._settings.goal.limit
-
     def _learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         made, following = self._recorded, self._following
@@ -200,7 +192,7 @@ class ForwardPass:
             small.note(self._place, self._seen())
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
-        if following is None or not made.has_places:  # there is nothing to plan
+        if following is None or not made.places:  # there is nothing to plan
             return None
         self._of_plans = made.end()
         if self._watch is not None:

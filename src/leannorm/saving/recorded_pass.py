@@ -81,8 +81,10 @@ class RecordedPass:
         hooks: Hooks | Literal["host"] | None,
         layers: Layers | None,
         limit: Limit | None,
+        within_a_call: bool = False,
     ) -> None:
-        """`hooks`: for what is kept. `layers`: verify rebuilt tensors, and name the layer."""
+        """`hooks`: for what is kept. `layers`: verify rebuilt tensors, and name the layer.
+        `within_a_call`: the pass begins while an operator runs."""
         self.reasons = Counter[str]()
         self._moves = Moves(self.reasons) if hooks == "host" else None
         hold = partial(_hold, self.reasons, hooks) if isinstance(hooks, Hooks) else None
@@ -101,14 +103,11 @@ class RecordedPass:
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
+        if within_a_call and LOG is log:  # C++ knows by itself what that operator calls
+            self._pass.begins_within_a_call()
         self.recorded = Recorded(self._pass.saved, self._moves)
         self.missed = 0  # bytes that the process needs at least, if that is more than the limit
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
-
-    def begins_within_a_call(self) -> None:
-        """Note that the pass begins while an operator runs. C++ knows by itself what that operator calls."""
-        if LOG is log:
-            self._pass.begins_within_a_call()
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and how much of it is still in memory."""
@@ -121,7 +120,7 @@ class RecordedPass:
         self.recorded.close()
         if (unit := self._units.freed_first) is not None:
             self.recorded.sharded = reasons.sharded(*wrap_of(unit))
-        self.seen = self._pass.packed
+        self.seen, self.places = self._pass.packed, self._pass.places  # the latter: what a plan may drop
         self.is_mostly_gone = len(self.recorded) < self._pass.seen / 8
         met = self._pass.met if self.seen else 0
         self.reasons.update(reason for bit, reason in _MET.items() if met & bit)
@@ -132,41 +131,28 @@ class RecordedPass:
         return None if self._way is None else self._way.following
 
     def end(self) -> str | None:
-        """Give the pass to the plans, if it saved something that they may drop; a reason, if it is not as
-        planned."""
+        """Give the pass to the plans; a reason, if it is not as planned."""
         assert self._way is not None
         kept, rebuilt, moved = self.recorded.kept, self.recorded.rebuilt, self.recorded.moved
         return self._way.end(self._pass, self._timeline, (kept - moved) / max(kept + rebuilt, 1))
-
-    @property
-    def has_places(self) -> bool:
-        """Whether it saved anything that a plan may drop."""
-        return self._pass.places > 0  # type: ignore[no-any-return]
 
 
 class Recorded:
     """What one pass keeps now; after `close`, what it kept when it closed."""
 
     def __init__(self, saved: Callable[[], Any], moves: Moves | None) -> None:
-        self._now: Callable[[], Any] | None = saved
-        self._then: Any = None
-        self._moves, self._moved = moves, 0
+        self._saved, self._moves, self._moved = saved, moves, 0
         self.sharded = Why.FREED.sentence
 
     def close(self) -> None:
         """Store what is kept now."""
-        assert self._now is not None
-        self._moved, self._moves = self.moved, None
-        self._then, self._now = self._now(), None
-
-    @property
-    def _saved(self) -> Any:
-        return self._then if self._now is None else self._now()
+        then, self._moved, self._moves = self._saved(), self.moved, None
+        self._saved = lambda: then
 
     @property
     def kept(self) -> int:
         """Bytes that are kept."""
-        nbytes: int = self._saved.held
+        nbytes: int = self._saved().held
         return nbytes
 
     @property
@@ -177,17 +163,17 @@ class Recorded:
     @property
     def rebuilt(self) -> int:
         """Bytes that are rebuilt."""
-        nbytes: int = self._saved.dropped
+        nbytes: int = self._saved().dropped
         return nbytes
 
     def __len__(self) -> int:
-        return len(self._saved)
+        return len(self._saved())
 
     def records(self) -> list[Record]:
         """One record for each tensor."""
         return [
             Record(name, torch.Size(shape), dtype, nbytes, dropped, self._why(Cause(Why(why * by_node), of)))
-            for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
+            for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved().rows()
         ]
 
     def _why(self, cause: Cause) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +32,7 @@ _FEW = 4 << 20
 NEVER_SMALL = object()
 """The place of passes that are recorded whatever they save, such as those that a report measures."""
 
-Kept = tuple[Any, ...]  # a tensor and its version; and a timer, for the first tensor of a pass that is timed
+Kept = tuple[Tensor, int]  # a tensor and its version
 
 _AGAIN = 64  # passes that are left alone before one is recorded again
 _LARGER = 4
@@ -138,7 +139,7 @@ class FirstTensor:
         with as_plain(tensor):
             return self._pack(tensor, nbytes_of(tensor))
 
-    def _pack(self, tensor: Tensor, nbytes: int) -> Kept:
+    def _pack(self, tensor: Tensor, nbytes: int) -> Kept | Timed:
         kept = kept_of(tensor)
         if self.is_over or get_ident() != self._thread:
             return kept
@@ -148,7 +149,7 @@ class FirstTensor:
         if is_data or self._most < 0:
             self._decide(nbytes)
         timer, self._is_timed = self._timer if self._is_timed else None, False
-        return kept if timer is None else (*kept, timer)
+        return kept if timer is None else Timed(partial(read, kept), timer)
 
     def _decide(self, nbytes: int) -> None:
         if self._timer is not None:
@@ -166,10 +167,7 @@ def kept_of(tensor: Tensor) -> Kept:
 
 def read(kept: Kept) -> Tensor:
     """The tensor; raises autograd's error if it was edited in place."""
-    tensor: Tensor = kept[0]
-    version, *timer = kept[1:]
-    if timer:
-        timer[0].reach()
+    tensor, version = kept
     with as_plain(tensor):
         if tensor._version == version:
             return tensor

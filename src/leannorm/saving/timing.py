@@ -92,7 +92,7 @@ class TimedPack:
         packed, timer = self._pack(tensor), self._timer
         if not is_parameter(tensor):
             timer.size = tensor.nbytes
-            self.hooks.replace(lambda: (self._pack, self._unpack))
+            self.hooks.replace(self._pack, self._unpack)
         if not self._is_first:
             return packed
         self._is_first = False

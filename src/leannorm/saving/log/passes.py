@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,25 +23,19 @@ if TYPE_CHECKING:
     from leannorm.saving.planned_pass import PlannedPass
 
 
-@dataclass(frozen=True)
-class RecordedTensors:
+class RecordedTensors(list[tuple[Any, ...]]):
     """What a pass keeps when it closes, which can be read even after a backward pass has freed it."""
-
-    tensors: list[tuple[Any, ...]]
 
     @property
     def held(self) -> int:
-        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self.tensors if not dropped)
+        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self if not dropped)
 
     @property
     def dropped(self) -> int:
-        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self.tensors if dropped)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self if dropped)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        return self.tensors
+        return self
 
 
 def _row(log: Log, x: Value, instead: int = 0) -> tuple[Any, ...]:
