@@ -306,8 +306,6 @@ inline Tensor rebuilt(SavedObject& s) {
   return (dropped || read_back || log.values[s.value].elsewhere) && read_by_user() ? t.clone() : t;
 }
 
-inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
-
 // A backward pass may begin before the open passes close. They note what it is going to free.
 inline void backward_begins(Log& log) {
   const int task = torch::autograd::get_current_graph_task_id();

@@ -72,7 +72,7 @@ struct Pass {
   };
   std::optional<Then> then;
 
-  Pass(const Policy& policy, Asked of, py::object ask, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
+  Pass(const Policy& policy, Asked of, py::object way, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
       log->first = asked, log->subclasses = subclasses, log->gathers = gathers;
@@ -86,12 +86,12 @@ struct Pass {
     hand_over(*log);
     log->asked.push_back(asked);
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
-    follower.policy = log->policy = policy, follower.ask = std::move(ask);
-    const py::object way = py::getattr(follower.ask, "__self__", py::none());
-    follower.narrows = py::getattr(way, "narrows", py::bool_(false)).cast<bool>(), follower.chooses = py::getattr(way, "moves", py::bool_(false)).cast<bool>();
+    const bool planned = !way.is_none();
+    follower.narrows = planned && way.attr("narrows").cast<bool>(), follower.chooses = planned && way.attr("moves").cast<bool>();
+    follower.policy = log->policy = policy, follower.way = std::move(way);
     log->following.push_back(&follower);
-    follower.plans(*log, !follower.ask.is_none());
-    if (!follower.ask.is_none() && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
+    follower.plans(*log, planned);
+    if (planned && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
     follower.renew = [this] { renew(); };
@@ -126,9 +126,8 @@ struct Pass {
   }
   // All that the pass saved has been freed, and the program saves more: Python ends this step, and another one begins.
   void renew() {
-    const py::object way = py::getattr(follower.ask, "__self__");
     if (log->spent) log->spent->is_one = false;
-    way.attr("renew")(py::cast(this));
+    follower.way.attr("renew")(py::cast(this));
     first = std::min(first + then->seen, log->listed.size() - 1), then.reset();
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
@@ -214,12 +213,12 @@ inline void add_record(py::module_ module) {
       .def("__len__", [](const Saved& s) { return s.tensors.size(); })
       .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
-      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask, py::object layer,
-                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers, int64_t smallest) {
+      .def(py::init([](const std::tuple<bool, bool, int, int, int, int64_t, bool>& policy, py::object way, py::object flags, py::object layer,
+                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers) {
+             const auto [products, everything, sums, runs, row, smallest, by_plan] = policy;
              return std::make_unique<Pass>(Policy{products, everything, sums, runs, row, smallest},
-                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(ask), subclasses, gathers);
-           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"),
-           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"), py::arg("smallest"))
+                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(way), subclasses, gathers);
+           }))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
       .def_property_readonly("packed", &Pass::packed)

@@ -11,6 +11,8 @@
 
 namespace leannorm::recording {
 
+inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
+
 // ---------------------------------------------------------------- the plan
 
 inline Policy by_plan(Policy policy) {
@@ -44,12 +46,12 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
 }
 
 // How far one pass has followed its plan. If the pass differs from the plan, or there is none, Python decides:
-// ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, whether it is moved if it is kept, why it is
+// way.ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, whether it is moved if it is kept, why it is
 // kept, the plan from here on).
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
-  py::object ask;  // None: nothing is planned
+  py::object way;  // a PlannedPass, or None: nothing is planned
   int place = -1;   // the last one
   size_t first = 0;  // the first of the log's listed values that the pass saved
   bool may_plan = false;  // a plan may be made from the pass
@@ -70,7 +72,7 @@ struct Follower {
   }
   // Whether `decide` has a choice, so that the plan has a place for the tensor.
   bool has_place(const Log& log, const Value& x, const Tensor& t) const {
-    return !ask.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
+    return !way.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
   }
   // Whether this value may be dropped. `t`: the tensor that is saved now.
   bool drops(Log& log, const Value& x, const Tensor& t) {
@@ -83,9 +85,8 @@ struct Follower {
       const Places::Place& planned = plan->list[at];
       if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return cause = planned.cause, moves = planned.moves, planned.drops;
     }
-    const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
-    const py::tuple answer = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
+    const py::tuple answer = way.attr("ask")(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype_of(t.scalar_type()), number));
     const auto [why, of] = answer[2].cast<std::pair<int, std::string>>();
     plan = answer[3].is_none() ? nullptr : answer[3].cast<std::shared_ptr<Places>>();
     cause = {static_cast<Why>(why), lasting(of)}, moves = answer[1].cast<bool>();
@@ -191,10 +192,10 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
     const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
     const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
+    const auto [why, of] = reason_of(x);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
-                                 static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
-                                 x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 static_cast<int>(reason_of(x).why), inputs, reason_of(x).of == nullptr ? "" : *reason_of(x).of));
+                                 static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype), x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
+                                 py::make_tuple(static_cast<int>(why), of == nullptr ? "" : *of), inputs));
   }
   for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));

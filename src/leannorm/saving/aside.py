@@ -78,8 +78,8 @@ class PassHooks:
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
     def replace(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Set other hooks from the next tensor on, if these are on top. The first hook may call it while torch
-        runs that hook."""
+        """Set other hooks from the next tensor on, if these are on top. The first hook may call it while
+        torch runs that hook."""
         if self.is_on_top():
             _autograd._pop_saved_tensors_default_hooks()
             self._hooks = pack, unpack

@@ -103,9 +103,8 @@ class PlannedPass:
         timeline = Timeline(told, rates, self.narrows, seconds, codes, link)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
-        whys = {
-            place: Cause(Why(value.why), value.of) for place, value in kept if value.why and not value.makes
-        }
+        causes = {place: value.cause for place, value in kept if not value.makes}
+        whys = {place: Cause(Why(why), of) for place, (why, of) in causes.items() if why}
 
         def again(seen: Taken) -> Pass | None:
             """At the prices of the same calls in another pass."""

@@ -45,7 +45,7 @@ class Timer:
         event.record()
         return event
 
-    def reach(self, _: object = None) -> None:
+    def reach(self) -> None:
         """Note that what was saved first is read, or gone."""
         if self._reached:
             return

@@ -56,7 +56,7 @@ def timeline_of(log: Log, by: Alive, first: int, others: int) -> tuple[Any, ...]
     for v, x in enumerate(log.values):
         # what is taken would be copied, as in `add_reader`
         copied = x.copied or (v in taken and x.call < 0 and x.storage_bytes <= COPIED)
-        is_needed, dtype, reason = x.refs > 0, x.made.dtype, reason_of(x)
+        is_needed, dtype = x.refs > 0, x.made.dtype
         counts = (is_needed or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
         values.append(
             told.Value(
@@ -73,9 +73,8 @@ def timeline_of(log: Log, by: Alive, first: int, others: int) -> tuple[Any, ...]
                 held=x.state != DROPPED,
                 counts=counts,
                 copied=copied,
-                why=reason.why,
+                cause=reason_of(x),
                 inputs=log.inputs_of(log.calls[x.call]) if v in makes else [],
-                of=reason.of,
             )
         )
     last = len(log.calls) - 1
