@@ -25,7 +25,6 @@ from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
-from leannorm.saving.left_pass import pass_at
 from leannorm.saving.moved import hooks_of
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM
@@ -172,7 +171,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if not mine:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         place = place_of(sys._getframe(1)) if self.place is None else self.place
-        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place)
+        passed = ForwardPass(self._settings, mine[0][1].ledger if mine else self._ledger, place)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now: an error ends a checkpoint's second run early

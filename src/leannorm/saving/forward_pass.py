@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_pass import RecordedPass
-from leannorm.saving.small import NEVER_SMALL, FirstTensor, Seen, nodes_made, unpack
+from leannorm.saving.small import NEVER_SMALL, Alone, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units
 from leannorm.saving.verify import Layers
@@ -62,26 +61,29 @@ class ForwardPass:
     """Whether it says why outputs of operations are kept. It does not if a plan keeps as much as was asked
     for, nor if a backward pass has already freed most tensors."""
 
+    # Set in the class, as a pass that is left alone should cost little
+    _place: Hashable = None  # set if the pass may be small
+    _alone: Alone | None = None  # set if it is left alone, as it was small the last time
+    _watch: Watch | None = None  # set if its time is measured
+    _limit: limit.Limit | None = None
+    _following: Following | None = None
+    _recorded: RecordedPass | None = None
+    _first: FirstTensor | None = None
+    _timer: Timer | None = None
+    _is_plain = False  # whether it is run to be compared with passes that follow the plan
+    _freed_within = False  # whether most of what it saved was freed before it closed
+    _of_plans: str | None = None
+    _set: PassHooks | None = None
+    _closing: tuple[Callable[[], None], ...] = ()
+    _nodes = 0  # how many autograd had made when it was opened; from `_close` on, how many it made
+
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
         self._settings, self.ledger, self._line = settings, ledger, line
-        self._place: Hashable = None  # set if the pass may be small
-        self._watch: Watch | None = None  # set if its time is measured
         if line is not NEVER_SMALL and settings.may_be_small:
             self._place = line, settings.policy
+            self._alone = small.left_alone(self._place)
         elif line is not NEVER_SMALL and settings.may_be_watched:
             self._watch = watched.watch_of((line, settings.goal))
-        self._stack = ExitStack()
-        self._limit: limit.Limit | None = None
-        goal, of_watch = settings.goal, None if self._watch is None else (line, settings.goal)
-        self._following = None if goal is None or goal.limit is not None else Following(goal, of_watch)
-        self._recorded: RecordedPass | None = None
-        self._first: FirstTensor | None = None
-        self._timer: Timer | None = None
-        self._is_plain = False  # whether it is run to be compared with passes that follow the plan
-        self._freed_within = False  # whether most of what it saved was freed before it closed
-        self._of_plans: str | None = None
-        self._set: PassHooks | None = None
-        self._nodes = 0  # how many autograd had made when it was opened; from `_close` on, how many it made
 
     def open(self) -> None:
         """Set the hooks, unless `refusal` gives a reason not to."""
@@ -97,7 +99,8 @@ class ForwardPass:
             pack = self._begin()
             if self._timer is not None:
                 pack = timed = TimedPack(pack, recorded_pass.LOG.record_unpack, self._timer)
-        self._set = self._stack.enter_context(PassHooks(pack, recorded_pass.LOG.record_unpack))
+        self._set = PassHooks(pack, recorded_pass.LOG.record_unpack)
+        self._set.__enter__()
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -106,16 +109,19 @@ class ForwardPass:
             self.told = Told(self._line)
             heads = Heads(self.told, _no_head)
             heads.open()
-            self._stack.callback(heads.close)
+            self._closing += (heads.close,)
         self._nodes = nodes_made()
 
     def _first_hook(self, number: int) -> Any:
-        """The hook for the first tensor of a pass that is plain, or opened under no_grad; else None."""
+        """The hook for the first tensor of a pass that is left alone, plain, or opened under no_grad; else
+        None."""
         least, most = 0.0, -1.0
         if self._watch is not None and torch.is_grad_enabled():
             kind = self._watch.next()
             self._timer, self._is_plain = self._watch.timer(number, kind), kind == PLAIN
-        if self._is_plain and self._watch is not None:
+        if self._alone is not None:
+            most = self._alone.most
+        elif self._is_plain and self._watch is not None:
             least, most = self._watch.bounds()
         elif torch.is_grad_enabled():
             return None
@@ -124,11 +130,14 @@ class ForwardPass:
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook of a pass that is recorded from here on."""
-        layers = None
+        layers, goal = None, self._settings.goal
         if self._settings.verify:
             layers = Layers()
-            self._stack.callback(layers.close)
+            self._closing += (layers.close,)
             layers.open()
+        is_other = from_here and (self._is_plain or self._alone is not None)  # its plan would begin before
+        if goal is not None and goal.limit is None and not is_other:
+            self._following = Following(goal, None if self._watch is None else (self._line, goal))
         policy, hooks = self._settings.policy, self._settings.hooks
         self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit, from_here)
         self.ledger.add(self._recorded.recorded)
@@ -138,19 +147,14 @@ class ForwardPass:
         """Start recording with the next tensor; False if the hooks cannot be replaced."""
         if self._set is None or not self._set.is_on_top():
             return False
-        if self._is_plain:
-            self._following = None  # its first tensor is not that of a planned pass
         self._set.replace(self._begin(from_here=True), recorded_pass.LOG.record_unpack)
         return True
-
-    @property
-    def _is_left(self) -> bool:
-        """Whether the pass was not recorded: nothing was examined except its first tensor."""
-        return self._first is not None and self._recorded is None
 
     def end(self, failed: bool) -> list[str]:
         """End the pass, which may have `failed` with an error; returns why no memory, or less than asked, was
         saved."""
+        if self._alone is not None and self._recorded is None:
+            return self._left_alone(self._alone)
         self._close()
         if failed:
             return []
@@ -158,20 +162,34 @@ class ForwardPass:
         self.tells_why = not self._freed_within and (self._settings.goal is None or self._missed is not None)
         return self._reasons()
 
+    def _left_alone(self, alone: Alone) -> list[str]:
+        """End a pass that was left alone; returns why."""
+        if self._first is None or self._set is None:
+            return [] if self.refused is None else [self.refused]
+        self._set.__exit__(None, None, None)
+        if alone.is_other(nodes_made() - self._nodes):
+            small.note(self._place, None)
+        if not self._first.kept:
+            return self._nothing_saved()
+        self.ledger.add(alone.seen.kept)
+        return [reasons.SMALL]
+
     def _close(self) -> None:
         nodes = nodes_made() - self._nodes
-        self._stack.close()
+        if self._set is not None:
+            self._set.__exit__(None, None, None)
+        for close in self._closing:
+            close()
         if self._recorded is not None:
             self._recorded.close()
             self._following = self._recorded.following
             self._freed_within = self._recorded.is_mostly_gone
         kept = [] if self._first is None else self._first.kept
-        if self._is_left and kept:
-            known = None if self._watch is None else self._watch.seen
-            if known is not None:
-                self.ledger.add(known.kept)
-                kept = []
-        self.ledger.add_first(kept)
+        like = None if self._recorded is not None or self._watch is None else self._watch.seen
+        if kept and like is not None:
+            self.ledger.add(like.kept)
+        elif kept:
+            self.ledger.add_first(kept)
         self._nodes = nodes
 
     def forget(self) -> None:
@@ -181,6 +199,9 @@ class ForwardPass:
 
     def _learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
+        if self._alone is not None:
+            small.note(self._place, None)
+            return None
         made, following = self._recorded, self._following
         if self._freed_within or self.refused is not None:  # what is left has neither the size nor a plan
             return None
@@ -253,7 +274,7 @@ class ForwardPass:
             whole += self._nothing_saved()
         if self._watch is not None:
             whole += self._watch.reasons()
-            if self._is_left and self._is_plain and not self._watch.is_off:
+            if self._recorded is None and self._is_plain and not self._watch.is_off:
                 whole.append(reasons.COMPARED)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
@@ -287,4 +308,4 @@ def _no_head() -> str | None:
 def _others_hooks() -> bool:
     """Whether the hooks that are set now are not `lean`'s."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, recorded_pass.LOG.record_unpack)
+    return top is not None and top[1] != recorded_pass.LOG.record_unpack

@@ -53,15 +53,10 @@ class Alone:
     """The passes at one place that are left alone since the last that was recorded."""
 
     def __init__(self, seen: Seen) -> None:
-        self.seen, self._left = seen, _AGAIN
+        self.seen, self.left = seen, _AGAIN  # `left`: how many more there are
         larger = min(max(few_bytes() / max(seen.freed, 1), 1.0), _LARGER)
         self.most = max(seen.first, 1) * larger
         """Bytes of the first tensor up to which rebuilds free little; a pass with more is recorded."""
-
-    def is_left(self) -> bool:
-        """Whether the next pass is left alone, too."""
-        self._left -= 1
-        return self._left >= 0
 
     def is_other(self, nodes: int) -> bool:
         """Whether the pass made many more nodes than the one that was recorded."""
@@ -92,7 +87,9 @@ def place_of(frame: FrameType) -> Hashable:
 def left_alone(place: Hashable) -> Alone | None:
     """What is known of the passes at this place, if the next one is left alone; else None."""
     known = LEFT_ALONE.get(place)
-    return known if known is not None and known.is_left() else None
+    if known is not None:
+        known.left -= 1
+    return known if known is not None and known.left >= 0 else None
 
 
 def note(place: Hashable, seen: Seen | None) -> None:
@@ -122,7 +119,6 @@ class FirstTensor:
         self._thread = get_ident()
         self._is_timed = timer is not None  # until the first tensor is packed
         self.hooks: PassHooks | None = None
-        self.is_other = False  # whether the pass is recorded, as it is not like those that are left alone
         self.is_over = False  # whether this hook was removed or the pass closed
         self.kept: list[Kept] = []  # what was packed before the pass was recorded
 
@@ -157,7 +153,7 @@ class FirstTensor:
         if self._least <= nbytes <= self._most:
             self.is_over = self.hooks is not None and self.hooks.remove()
         else:
-            self.is_over = self.is_other = self._look()
+            self.is_over = self._look()
 
 
 def kept_of(tensor: Tensor) -> Kept:

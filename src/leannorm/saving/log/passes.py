@@ -219,7 +219,7 @@ class RecordedPass:
             return self._then.timeline
         with self.log as log:
             log.settle()
-            others = sum(other.nbytes for other, counts in self._others() if counts)
+            others = sum(nbytes for _, nbytes in self._others())
             return timeline_of(log, self.alive, self.first_call, others)
 
     def seconds(self) -> list[tuple[str, float]]:
@@ -247,18 +247,17 @@ class RecordedPass:
                     instead[x.instead] += x.held.untyped_storage().nbytes()
             rows = [_row(log, x, instead[log.listed[x.number]]) for x in self._saved_values() if x.refs > 0]
             rows += [_row(log, x) for x in beside]
-            for other, counts in self._others():
-                nbytes = other.nbytes if counts else 0
+            for other, nbytes in self._others():
                 rows.append(("", list(other.sizes), other.dtype, nbytes, False, Why.NONE, False, ""))
         return RecordedTensors(rows)
 
-    def _others(self) -> Iterator[tuple[Any, bool]]:
-        """The tensors that the log cannot read, and whether each is the first that has its memory."""
+    def _others(self) -> Iterator[tuple[Any, int]]:
+        """The tensors that the log cannot read, and their bytes; 0 if an earlier one has the same memory."""
         places = {0}
         for reference in self.log.others[self.first_other :]:
             other = reference()
             if other is not None:
-                yield other, other.place == 0 or other.place not in places
+                yield other, other.nbytes if other.place == 0 or other.place not in places else 0
                 places.add(other.place)
 
 
