@@ -90,7 +90,7 @@ struct Pass {
     follower.narrows = planned && way.attr("narrows").cast<bool>(), follower.chooses = planned && way.attr("moves").cast<bool>();
     follower.policy = log->policy = policy, follower.way = std::move(way);
     log->following.push_back(&follower);
-    follower.plans(*log, planned);
+    follower.set_may_plan(*log, planned);
     if (planned && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
@@ -107,7 +107,7 @@ struct Pass {
     if (log->passes == 1) copy_all_small(*log);
     note_those_alone();
     std::erase(log->following, &follower);
-    follower.plans(*log, false);
+    follower.set_may_plan(*log, false);
     if (!log->following.empty()) log->policy = log->following.back()->policy;
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
@@ -132,7 +132,7 @@ struct Pass {
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
     follower.first = first, follower.noted = 0, follower.place = -1, follower.plan.reset(), log->policy = follower.policy;
-    follower.plans(*log, true);
+    follower.set_may_plan(*log, true);
   }
   // Gives a reason to values without a gradient that only autograd has, such as the workspace of a recurrent layer.
   void note_those_alone() {
@@ -233,12 +233,7 @@ inline void add_record(py::module_ module) {
       .def_property_readonly("places", &Pass::places)
       .def("timeline", &Pass::timeline)
       .def("seconds", &Pass::seconds)
-      .def_property_readonly("spent", [](const Pass& p) { return p.log->spent; })
-      .def("calls", [](const Pass& p) {
-        std::vector<std::string> names;
-        for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
-        return names;
-      });
+      .def_property_readonly("spent", [](const Pass& p) { return p.log->spent; });
   module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, bool moves, const std::string& instead,
                                 const std::vector<std::pair<int, int>>& sources) {
     Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, moves, instead};

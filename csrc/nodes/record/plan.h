@@ -66,7 +66,8 @@ struct Follower {
   // Whether a backward pass has freed most of what it noted, so that what is saved from then on belongs to another step.
   bool is_over(const Log& log) const { return noted > 0 && log.alive_of[number].then * 8 < noted; }
 
-  void plans(Log& log, bool may) {
+  // The log notes what plans need while any open pass may have one.
+  void set_may_plan(Log& log, bool may) {
     may_plan = may;
     log.may_plan = std::any_of(log.following.begin(), log.following.end(), [](const Follower* one) { return one->may_plan; });
   }
@@ -91,7 +92,7 @@ struct Follower {
     plan = answer[3].is_none() ? nullptr : answer[3].cast<std::shared_ptr<Places>>();
     cause = {static_cast<Why>(why), lasting(of)}, moves = answer[1].cast<bool>();
     log.policy = plan ? by_plan(policy) : policy;
-    if (at == 0 && plan) plans(log, false);
+    if (at == 0 && plan) set_may_plan(log, false);
     return answer[0].cast<bool>();
   }
 };
@@ -192,10 +193,11 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
     const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
     const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
-    const auto [why, of] = reason_of(x);
+    const Cause cause = reason_of(x);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
-                                 static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype), x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 py::make_tuple(static_cast<int>(why), of == nullptr ? "" : *of), inputs));
+                                 static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
+                                 x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
+                                 py::make_tuple(static_cast<int>(cause.why), cause.of == nullptr ? "" : *cause.of), inputs));
   }
   for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));

@@ -16,7 +16,7 @@ from torch import Tensor
 from leannorm.autograd.nodes import NODES
 from leannorm.ops import modes
 from leannorm.saving import rows
-from leannorm.saving.flags import Flags
+from leannorm.saving.flags import current
 from leannorm.saving.operators import OPERATORS, VARYING
 from leannorm.saving.policy import Policy
 from leannorm.saving.shards import has_ranks, local_of, shared_as, spec_of
@@ -85,4 +85,4 @@ def begin(
     if "torch._subclasses.fake_tensor" in sys.modules:
         _know_fakes()
     owns = units.owner_runs if units.exist else None
-    return NODES.RecordedPass(policy, way, Flags.now(), layer, hold, owns, other, subclasses, has_ranks())
+    return NODES.RecordedPass(policy, way, current(), layer, hold, owns, other, subclasses, has_ranks())

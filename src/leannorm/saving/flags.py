@@ -156,6 +156,7 @@ if torch.backends.cuda.is_built():
         *_precision(("cuda", "matmul")),
         *_cudnn(),
     ]
+GETTERS = tuple(flag.get for flag in _FLAGS)
 
 
 class Flags(tuple[Any, ...]):
@@ -166,15 +167,13 @@ class Flags(tuple[Any, ...]):
 
     @staticmethod
     def now() -> Flags:
-        """The flags now; csrc/nodes/record/log.h calls it, too."""
-        now = tuple([flag.get() for flag in _FLAGS])
-        known = _KNOWN.get(now)
-        return known if known is not None else _KNOWN.setdefault(now, Flags(now))
+        """The flags now; csrc/nodes/record/log.h calls it."""
+        return current()
 
     @contextmanager
     def set(self) -> Iterator[None]:
         """Set these flags within the context, except those that have the value already."""
-        pairs = zip(_FLAGS, self, self.now(), strict=True)
+        pairs = zip(_FLAGS, self, current(), strict=True)
         changes = [(flag, ours, flag.state()) for flag, ours, theirs in pairs if ours != theirs]
         try:
             for flag, ours, _ in changes:
@@ -186,6 +185,13 @@ class Flags(tuple[Any, ...]):
 
 
 _KNOWN: dict[tuple[Any, ...], Flags] = {}
+
+
+def current() -> Flags:
+    """The flags now."""
+    now = tuple([get() for get in GETTERS])
+    known = _KNOWN.get(now)
+    return known if known is not None else _KNOWN.setdefault(now, Flags(now))
 
 
 _AS_IT_IS = nullcontext()

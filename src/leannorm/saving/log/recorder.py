@@ -14,7 +14,7 @@ from torch.utils import _python_dispatch as modes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm._torch import left_to_python
-from leannorm.saving.flags import Flags
+from leannorm.saving.flags import current
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.rules import RULES, Rule, rule_of
@@ -193,7 +193,7 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
     log.note_freed()
     unpack, usable = unpack_of_others(), not (_modes_below() or _inference())
     full, in_checkpoint = rule.full(args, kwargs), unpack is not None and is_of_checkpoint(unpack)
-    call = Call(rule, full, len(args), tuple(kwargs), Flags.now(), in_checkpoint, usable)
+    call = Call(rule, full, len(args), tuple(kwargs), current(), in_checkpoint, usable)
     log.calls.append(call)
     others = unpack is not None and call.grad_mode and not call.in_checkpoint
     if others and any(t.requires_grad for t in _tensors(full)):
