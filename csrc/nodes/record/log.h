@@ -207,7 +207,7 @@ struct Log {
   bool may_plan = false;
   std::vector<Save> saves;
   std::vector<int> living;           // memories that had not been freed when the last call began
-  size_t known = 0;                  // memories that were looked at
+  size_t known = 0;                  // how many memories `living` has had
   bool measures = false;             // whether an open pass has a goal, so that calls are timed
   std::shared_ptr<Spent> spent;      // then
   std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
