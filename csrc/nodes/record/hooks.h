@@ -162,7 +162,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (leaf) s.tensor = t;
   if (leaf && !s.spec) log.leaves[v].push_back(&s.tensor);
   const bool planned = log.following.back()->has_place(log, x, whole), drops = !planned || log.following.back()->drops(log, x, t);
-  if (log.times) log.times->saved(log, planned, v, whole);
+  if (log.may_plan) note_save(log, planned, v, whole);
   if (!drops) keep(log, v, t, log.following.back()->cause);
   const bool shows_more = s.geometry && s.geometry->extent() > x.made.extent();
   if (x.state == Value::kDropped) {
@@ -307,8 +307,6 @@ inline Tensor rebuilt(SavedObject& s) {
     python().compare(t, s.original, log.calls[log.values[s.value].call].rule->name, s.layer);
   return (dropped || read_back || log.values[s.value].elsewhere) && read_by_user() ? t.clone() : t;
 }
-
-inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
 
 // A backward pass may begin before the open passes close. They note what it is going to free.
 inline void backward_begins(Log& log) {

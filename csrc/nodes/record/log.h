@@ -5,13 +5,11 @@
 
 #include "device.h"
 #include "exposed.h"
+#include "flags.h"
 #include "rules.h"
 #include "shown.h"
 #include "spent.h"
 
-#include <ATen/Context.h>
-#include <torch/headeronly/version.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -30,7 +28,7 @@ struct Code;  // encode.h
 struct Other;  // others.h
 
 // Why a value is kept. saving/reasons.py has a sentence for each reason.
-enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kEdited, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
+enum class Why : uint8_t { kNone, kNever, kNotRepeated, kNotAtHand, kTooDeep, kOtherBits, kSmaller, kUnknown, kFlags, kPlanned, kCollective, kFreed, kCheckpointed, kAlone, kMode, kUntried, kTimed };
 // Why a value is kept, and the operator that this is about, if it is not the value's own.
 struct Cause {
   Why why = Why::kNone;
@@ -96,13 +94,16 @@ struct Value {
   int64_t above = 0;     // under a limit: bytes of the longest chain of dropped values that is rebuilt from it
   uint64_t seen = 0;     // the last walk that came here, and what it found
   bool can = false;
+  uint8_t gradient = 0;  // bits of `Gradient`
 };
+enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
 // A tensor in argument `at` of a call, which is item `place` if that is a list of optional tensors.
 struct Read {
   int at, place, value;
   int geometry;  // its number in the log; -1: as the value was made
   bool saved = false;  // the call's own node has saved it
+  bool wants = false;  // it requires a gradient
 };
 
 struct Call {
@@ -131,33 +132,8 @@ struct Memory {
   bool sent = false;  // messages arrive here, such as flat weights. They move its counter, so nothing is rebuilt from it
   c10::VariableVersion counter;
   uint32_t version = 0;
+  int died = -1;  // the first call that began after it was freed
 };
-
-// The global flags on which the bits of kernels depend, in one number. saving/flags.py reads and sets them.
-inline uint64_t flags_now() {
-  const auto& context = at::globalContext();
-  uint64_t bits = at::get_num_threads();
-  for (const bool flag : {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(), context.userEnabledMkldnn(),
-                          context.deterministicMkldnn(), context.userEnabledNNPACK(), context.benchmarkCuDNN(), context.allowFP16ReductionCPU()})
-    bits = bits * 2 + flag;
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
-    bits = bits * 16 + static_cast<uint64_t>(at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op));
-#endif
-  for (const bool flag : {context.userEnabledCuDNN(), context.deterministicCuDNN()}) bits = bits * 2 + flag;
-  if (context.hasCUDA()) {
-    bits = bits * 16 + static_cast<uint64_t>(context.allowFP16ReductionCuBLAS()) * 4 + static_cast<uint64_t>(context.allowBF16ReductionCuBLAS());
-    bits = bits * 2 + context.allowFP16AccumulationCuBLAS();
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-    for (const auto op : {at::Float32Op::MATMUL, at::Float32Op::CONV})
-      bits = bits * 16 + static_cast<uint64_t>(context.float32Precision(at::Float32Backend::CUDA, op));
-#else
-    bits = bits * 4 + context.allowTF32CuBLAS() * 2 + context.allowTF32CuDNN();
-#endif
-  }
-  volatile double tiny = 4.9406564584124654e-324;  // 0 where this thread flushes denormal numbers
-  return bits * 2 + (tiny == 0.0);
-}
 
 class Limit;
 
@@ -176,7 +152,12 @@ struct Waiting {
 };
 
 struct Follower;
-struct Times;
+
+// A tensor that a node has saved: in which pass and place, its value, and the node's call.
+struct Save {
+  const Follower* by;
+  int place, value, call;
+};
 
 // Global flags that were set within a pass, and the Python object that sets them.
 struct SetFlags {
@@ -222,7 +203,11 @@ struct Log {
   int passes = 0;           // open passes, which write into this log
   std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each open pass
-  std::shared_ptr<Times> times;      // if a plan may be made from the pass
+  // If a plan may be made from an open pass, the log also notes gradients, what was saved, and when memories were freed.
+  bool may_plan = false;
+  std::vector<Save> saves;
+  std::vector<int> living;           // memories that had not been freed when the last call began
+  size_t known = 0;                  // how many memories `living` has had
   bool measures = false;             // whether an open pass has a goal, so that calls are timed
   std::shared_ptr<Spent> spent;      // then
   std::vector<float> seconds;        // then by call what it took, without the hooks and calls in it
@@ -368,6 +353,7 @@ struct Log {
   // Empties the log when no saved tensor is left, since a pass may last for a whole training run.
   void start_over() {
     values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
+    saves.clear(), living.clear(), known = 0;
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });
     largest = 0, seconds.clear(), failed = false;

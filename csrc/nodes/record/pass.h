@@ -72,7 +72,7 @@ struct Pass {
   };
   std::optional<Then> then;
 
-  Pass(const Policy& policy, Asked of, py::object ask, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
+  Pass(const Policy& policy, Asked of, py::object way, bool subclasses, bool gathers) : asked(of_python(std::move(of))) {
     if (!log || log->closed) {
       log = std::make_shared<Log>();
       log->first = asked, log->subclasses = subclasses, log->gathers = gathers;
@@ -86,12 +86,12 @@ struct Pass {
     hand_over(*log);
     log->asked.push_back(asked);
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
-    if (!ask.is_none()) log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
-    follower.policy = log->policy = policy, follower.ask = std::move(ask);
-    const py::object way = py::getattr(follower.ask, "__self__", py::none());
-    follower.narrows = py::getattr(way, "narrows", py::bool_(false)).cast<bool>(), follower.chooses = py::getattr(way, "moves", py::bool_(false)).cast<bool>();
+    const bool planned = !way.is_none();
+    follower.narrows = planned && way.attr("narrows").cast<bool>(), follower.chooses = planned && way.attr("moves").cast<bool>();
+    follower.policy = log->policy = policy, follower.way = std::move(way);
     log->following.push_back(&follower);
-    if (!follower.ask.is_none() && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
+    follower.set_may_plan(*log, planned);
+    if (planned && !std::exchange(log->measures, true)) log->spent = std::make_shared<Spent>();
     follower.number = log->alive_of.size(), log->alive_of.emplace_back();
     follower.note = [this] { note(); };
     follower.renew = [this] { renew(); };
@@ -107,7 +107,7 @@ struct Pass {
     if (log->passes == 1) copy_all_small(*log);
     note_those_alone();
     std::erase(log->following, &follower);
-    follower.forget_times(*log);
+    follower.set_may_plan(*log, false);
     if (!log->following.empty()) log->policy = log->following.back()->policy;
     if (--log->passes > 0) return;
     if (log->limit) log->limit->forward_ends(*log);
@@ -120,20 +120,19 @@ struct Pass {
   }
   void note() {
     then.reset();
-    then = Then{saved(), seen(), places(), follower.times ? timeline() : py::none()};
+    then = Then{saved(), seen(), places(), follower.may_plan ? timeline() : py::none()};
     Log::Alive& alive = log->alive_of[follower.number];
     follower.noted = alive.then = alive.now, ++alive.backward_passes;
   }
   // All that the pass saved has been freed, and the program saves more: Python ends this step, and another one begins.
   void renew() {
-    const py::object way = py::getattr(follower.ask, "__self__");
-    way.attr("renew")(then->saved.held, then->saved.dropped, then->places, then->timeline, seconds(), device());
     if (log->spent) log->spent->is_one = false;
+    follower.way.attr("renew")(py::cast(this));
     first = std::min(first + then->seen, log->listed.size() - 1), then.reset();
     first_other = log->others.size();
     first_call = log->open.empty() ? log->calls.size() : static_cast<size_t>(log->open.front());
     follower.first = first, follower.noted = 0, follower.place = -1, follower.plan.reset(), log->policy = follower.policy;
-    log->times = follower.times = log->times ? log->times : std::make_shared<Times>();
+    follower.set_may_plan(*log, true);
   }
   // Gives a reason to values without a gradient that only autograd has, such as the workspace of a recurrent layer.
   void note_those_alone() {
@@ -214,32 +213,27 @@ inline void add_record(py::module_ module) {
       .def("__len__", [](const Saved& s) { return s.tensors.size(); })
       .def("rows", &Saved::rows);
   py::class_<Pass>(module, "RecordedPass")
-      .def(py::init([](bool products, bool everything, int sums, int runs, int row, py::object flags, py::object ask, py::object layer,
-                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers, int64_t smallest) {
+      .def(py::init([](const std::tuple<bool, bool, int, int, int, int64_t, bool>& policy, py::object way, py::object flags, py::object layer,
+                       py::object hold, py::object owns, py::object other, bool subclasses, bool gathers) {
+             const auto [products, everything, sums, runs, row, smallest, by_plan] = policy;
              return std::make_unique<Pass>(Policy{products, everything, sums, runs, row, smallest},
-                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(ask), subclasses, gathers);
-           }), py::arg("products"), py::arg("everything"), py::arg("sums"), py::arg("runs"), py::arg("row"), py::arg("flags"), py::arg("ask"),
-           py::arg("layer"), py::arg("hold"), py::arg("owns"), py::arg("other"), py::arg("subclasses"), py::arg("gathers"), py::arg("smallest"))
+                                           Asked{std::move(flags), std::move(layer), std::move(hold), std::move(owns), std::move(other)}, std::move(way), subclasses, gathers);
+           }))
       .def("close", &Pass::close)
       .def("saved", &Pass::saved)
-      .def("packed", &Pass::packed)
-      .def("met", [](const Pass& p) { return p.asked->met; })
-      .def("seen", &Pass::seen)
+      .def_property_readonly("packed", &Pass::packed)
+      .def_property_readonly("met", [](const Pass& p) { return p.asked->met; })
+      .def_property_readonly("seen", &Pass::seen)
       .def("set_limit", [](Pass& p, int64_t bytes, std::shared_ptr<Learned> learned) {
         if (p.log->limit && p.log->limit->is_below(bytes)) return;  // an outer pass has a lower one
         p.log->limit = std::make_shared<Limit>(bytes, std::move(learned));
       })
-      .def("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
-      .def("device", &Pass::device)
-      .def("places", &Pass::places)
+      .def_property_readonly("missed", [](const Pass& p) { return p.log->limit ? p.log->limit->missed() : 0; })
+      .def_property_readonly("device", &Pass::device)
+      .def_property_readonly("places", &Pass::places)
       .def("timeline", &Pass::timeline)
       .def("seconds", &Pass::seconds)
-      .def("spent", [](const Pass& p) { return p.log->spent; })
-      .def("calls", [](const Pass& p) {
-        std::vector<std::string> names;
-        for (const Call& call : p.log->calls) names.push_back(call.rule ? call.rule->name : "");
-        return names;
-      });
+      .def_property_readonly("spent", [](const Pass& p) { return p.log->spent; });
   module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, bool moves, const std::string& instead,
                                 const std::vector<std::pair<int, int>>& sources) {
     Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, moves, instead};

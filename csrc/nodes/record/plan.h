@@ -11,6 +11,8 @@
 
 namespace leannorm::recording {
 
+inline py::object dtype_of(at::ScalarType dtype) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))); }
+
 // ---------------------------------------------------------------- the plan
 
 inline Policy by_plan(Policy policy) {
@@ -44,15 +46,15 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
 }
 
 // How far one pass has followed its plan. If the pass differs from the plan, or there is none, Python decides:
-// ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, the plan from here on, why it is kept, the
-// operator that is the reason, whether it is moved).
+// way.ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, whether it is moved if it is kept, why it is
+// kept, the plan from here on).
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
-  py::object ask;  // None: nothing is planned
+  py::object way;  // a PlannedPass, or None: nothing is planned
   int place = -1;   // the last one
   size_t first = 0;  // the first of the log's listed values that the pass saved
-  std::shared_ptr<Times> times;  // if a plan may be made from the pass
+  bool may_plan = false;  // a plan may be made from the pass
   Cause cause;
   bool narrows = false;  // the plan may keep a source instead, which takes time that a plan for an overhead does not count
   bool chooses = false;  // the plan chooses what `Asked::hold` gets; otherwise that is all that is kept
@@ -64,15 +66,14 @@ struct Follower {
   // Whether a backward pass has freed most of what it noted, so that what is saved from then on belongs to another step.
   bool is_over(const Log& log) const { return noted > 0 && log.alive_of[number].then * 8 < noted; }
 
-  // The pass needs no times any longer. The log notes them while another open pass needs them.
-  void forget_times(Log& log) {
-    times.reset(), log.times.reset();
-    for (const Follower* const one : log.following)
-      if (one->times) log.times = one->times;
+  // The log notes what plans need while any open pass may have one.
+  void set_may_plan(Log& log, bool may) {
+    may_plan = may;
+    log.may_plan = std::any_of(log.following.begin(), log.following.end(), [](const Follower* one) { return one->may_plan; });
   }
   // Whether `decide` has a choice, so that the plan has a place for the tensor.
   bool has_place(const Log& log, const Value& x, const Tensor& t) const {
-    return !ask.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
+    return !way.is_none() && t.grad_fn() && !x.parameter && x.made.numel() >= log.policy.smallest;
   }
   // Whether this value may be dropped. `t`: the tensor that is saved now.
   bool drops(Log& log, const Value& x, const Tensor& t) {
@@ -85,14 +86,13 @@ struct Follower {
       const Places::Place& planned = plan->list[at];
       if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return cause = planned.cause, moves = planned.moves, planned.drops;
     }
-    const auto dtype = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(t.scalar_type())));
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
-    const py::tuple answer = ask(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype, number));
-    plan = answer[1].is_none() ? nullptr : answer[1].cast<std::shared_ptr<Places>>();
-    cause = {static_cast<Why>(answer[2].cast<int>()), lasting(answer[3].cast<std::string>())};
-    moves = answer[4].cast<bool>();
+    const py::tuple answer = way.attr("ask")(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype_of(t.scalar_type()), number));
+    const auto [why, of] = answer[2].cast<std::pair<int, std::string>>();
+    plan = answer[3].is_none() ? nullptr : answer[3].cast<std::shared_ptr<Places>>();
+    cause = {static_cast<Why>(why), lasting(of)}, moves = answer[1].cast<bool>();
     log.policy = plan ? by_plan(policy) : policy;
-    if (at == 0 && plan) forget_times(log);
+    if (at == 0 && plan) set_may_plan(log, false);
     return answer[0].cast<bool>();
   }
 };
@@ -109,48 +109,25 @@ inline void keep(Log& log, int v, const Tensor& t, const Cause& cause) {
 
 // ---------------------------------------------------------------- the timeline
 
-// What a pass from which a plan is made notes in addition to the log.
-struct Times {
-  enum : uint8_t { kWants = 1, kHasGradient = 2 };  // of a value: it gets a gradient, which is added to an existing one
-  struct Save {
-    const Follower* by;
-    int place, value, call;
-  };
-  std::vector<Save> saves;
-  std::vector<uint8_t> of_value;
-  std::vector<uint64_t> wants;  // by call: a bit for each tensor that it reads and that requires a gradient
-  std::vector<int> died;        // by memory: the first call that began after it was freed
-  std::vector<int> living;
-  size_t known = 0;  // memories
-
-  void clear() { *this = Times(); }
-  void note_gradient(int v, const Tensor& t) {
-    if (!t.requires_grad()) return;
-    if (of_value.size() <= static_cast<size_t>(v)) of_value.resize(v + 1);
-    of_value[v] |= kWants;
-    const Tensor base = base_of(t);
-    if (base.is_leaf() && base.grad().defined()) of_value[v] |= kHasGradient;
-  }
-  void read(int call, size_t at, int v, const Tensor& t) {
-    note_gradient(v, t);
-    if (wants.size() <= static_cast<size_t>(call)) wants.resize(call + 1);
-    if (t.requires_grad() && at < 64) wants[call] |= uint64_t(1) << at;
-  }
-  void saved(const Log& log, bool placed, int v, const Tensor& t) {
-    note_gradient(v, t);
-    const Follower* const by = log.following.back();
-    saves.push_back({by, placed ? by->place : -1, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
-  }
-  // Notes which memory was freed before this call begins.
-  void note_freed(const Log& log, int call) {
-    for (; known < log.memories.size(); ++known) living.push_back(static_cast<int>(known)), died.push_back(-1);
-    std::erase_if(living, [&](int memory) {
-      const bool gone = log.memories[memory].storage.expired();
-      if (gone) died[memory] = call;
-      return gone;
-    });
-  }
-};
+inline void note_gradient(Value& x, const Tensor& t) {
+  if (!t.requires_grad()) return;
+  const Tensor base = base_of(t);
+  x.gradient |= base.is_leaf() && base.grad().defined() ? kWants | kHasGradient : kWants;
+}
+inline void note_save(Log& log, bool placed, int v, const Tensor& t) {
+  note_gradient(log.values[v], t);
+  const Follower* const by = log.following.back();
+  log.saves.push_back({by, placed ? by->place : -1, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
+}
+// Notes which memory was freed before this call begins.
+inline void note_freed(Log& log, int call) {
+  for (; log.known < log.memories.size(); ++log.known) log.living.push_back(static_cast<int>(log.known));
+  std::erase_if(log.living, [&](int memory) {
+    const bool gone = log.memories[memory].storage.expired();
+    if (gone) log.memories[memory].died = call;
+    return gone;
+  });
+}
 
 // Which values are rebuilt, or could be: a plan may also drop a value that was kept only because its chain of calls is too
 // long, if it keeps others instead. `taken`: values that this would keep although no node saves them.
@@ -195,7 +172,6 @@ inline int64_t bytes_when_kept(const Log& log, const Value& x) {
 
 // The calls from `first` on, all values, what was saved, and the bytes of `others`, as saving/timeline.py reads them.
 inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t others) {
-  const Times& times = *of.times;
   const auto start = static_cast<int>(std::min(first, log.calls.size()));
   const auto bytes = [](const Geometry& g) { return g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)); };
   py::list calls, values, saves;
@@ -206,9 +182,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
   for (size_t i = start; i < log.calls.size(); ++i) {
     const Call& call = log.calls[i];
     py::list reads;
-    const uint64_t wants = i < times.wants.size() ? times.wants[i] : 0;
-    for (size_t r = 0; r < call.reads.size(); ++r)
-      reads.append(py::make_tuple(call.reads[r].value, bytes(log.geometry_of(call.reads[r])), r < 64 && (wants >> r & 1), call.reads[r].at));
+    for (const Read& read : call.reads) reads.append(py::make_tuple(read.value, bytes(log.geometry_of(read)), read.wants, read.at));
     const bool known = call.rule != nullptr;
     calls.append(py::make_tuple(known ? call.rule->name : "", known ? operations(log, call) : 0, known ? groups_of(call) : 0, call.grad_mode,
                                 reads, std::vector<int>(call.outs.begin(), call.outs.end())));
@@ -219,15 +193,16 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
     const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
     const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
+    const Cause cause = reason_of(x);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
-                                 v < times.of_value.size() ? times.of_value[v] : 0, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 static_cast<int>(reason_of(x).why), inputs, reason_of(x).of == nullptr ? "" : *reason_of(x).of));
+                                 x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
+                                 py::make_tuple(static_cast<int>(cause.why), cause.of == nullptr ? "" : *cause.of), inputs));
   }
-  for (const Times::Save& one : times.saves)
+  for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
   std::vector<int> died;
-  for (const int at : times.died) died.push_back(at < 0 ? -1 : std::max(at - start, 0));
+  for (const Memory& memory : log.memories) died.push_back(memory.died < 0 ? -1 : std::max(memory.died - start, 0));
   return py::make_tuple(calls, values, saves, died, others);
 }
 

@@ -48,8 +48,8 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
       else log.values[v].call = -1;
     }
   }
-  if (log.times) log.times->read(static_cast<int>(log.calls.size()) - 1, call.reads.size(), v, t);
-  call.reads.push_back({at, place, v, geometry});
+  if (log.may_plan) note_gradient(log.values[v], t);
+  call.reads.push_back({at, place, v, geometry, /*saved=*/false, /*wants=*/t.requires_grad()});
 }
 
 inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
@@ -160,12 +160,9 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
-  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) {
-    log.start_over();
-    if (log.times) log.times->clear();
-  }
+  if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) log.start_over();
   const int number = static_cast<int>(log.calls.size());
-  if (log.times) log.times->note_freed(log, number);
+  if (log.may_plan) note_freed(log, number);
   if (!log.open.empty()) log.calls[log.open.back()].rule->calls = true;
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // until all of its arguments have been read
@@ -195,7 +192,7 @@ inline void made_by(Log& log, int number, int out, const Tensor& t) {
   if (v < 0) {
     const int fresh = log.new_memory(t, number);
     log.values[fresh].out = out;
-    if (log.times) log.times->note_gradient(fresh, t);
+    if (log.may_plan) note_gradient(log.values[fresh], t);
     call.outs.push_back(fresh);
   } else if (log.values[v].call == number && std::find(call.outs.begin(), call.outs.end(), v) == call.outs.end()) {
     log.values[v].out = out, log.values[v].made = Geometry::of(t);  // saved before the call ended

@@ -57,7 +57,7 @@ class PassHooks:
 
     def remove(self) -> bool:
         """Remove these hooks before the context ends, if they are this thread's and on top."""
-        if not (self in _thread.open and self._is_on_top()):
+        if not self.is_on_top():
             return False
         _count(-1)
         _thread.open.remove(self)
@@ -77,29 +77,27 @@ class PassHooks:
         for hooks in reversed(above):
             _autograd._push_saved_tensors_default_hooks(*hooks)
 
-    def replace(self, make: Callable[[], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]]) -> bool:
-        """Set other hooks from the next tensor on, if these are this thread's and on top; else return False.
-        The first hook may call it while torch runs that hook."""
-        if not (self in _thread.open and self._is_on_top()):
-            return False
-        hooks = make()
-        _autograd._pop_saved_tensors_default_hooks()
-        self._hooks = hooks
-        self._set()
-        return True
+    def replace(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Set other hooks from the next tensor on, if these are on top. The first hook may call it while
+        torch runs that hook."""
+        if self.is_on_top():
+            _autograd._pop_saved_tensors_default_hooks()
+            self._hooks = pack, unpack
+            self._set()
 
     def _set(self) -> None:
         _autograd._push_saved_tensors_default_hooks(*self._hooks)
 
-    def _is_on_top(self) -> bool:
-        return bool(_autograd._top_saved_tensors_default_hooks(True) == self._hooks)
+    def is_on_top(self) -> bool:
+        """Whether these hooks are this thread's, and on top."""
+        return self in _thread.open and _autograd._top_saved_tensors_default_hooks(True) == self._hooks
 
 
 def _disable(message: str, fail_if_non_empty: bool = True) -> None:
     taken = list[PassHooks]()
     if fail_if_non_empty and not _thread.aside:
         for hooks in reversed(_thread.open):
-            if not hooks._is_on_top():
+            if not hooks.is_on_top():
                 break
             _autograd._pop_saved_tensors_default_hooks()
             taken.append(hooks)

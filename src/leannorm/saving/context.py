@@ -25,7 +25,6 @@ from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
-from leannorm.saving.left_pass import pass_at
 from leannorm.saving.moved import hooks_of
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM
@@ -172,7 +171,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if not mine:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         place = place_of(sys._getframe(1)) if self.place is None else self.place
-        passed = pass_at(self._settings, mine[0][1].ledger if mine else self._ledger, place)
+        passed = ForwardPass(self._settings, mine[0][1].ledger if mine else self._ledger, place)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now: an error ends a checkpoint's second run early
@@ -188,18 +187,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return  # entered while a compiler traced
         self._open.remove(mine[-1])
         passed = mine[-1][1]
-        if (why := passed.left()) is not None:
-            self._reasons += [] if error is not None or why in self._reasons else [why]
-            return
         try:
-            passed.close()
-            if error is None:
-                self.plan = passed.learn()
-                for reason in passed.reasons(self.plan):
-                    reasons.warn_once(reason)
-                    if reason not in self._reasons:
-                        self._reasons.append(reason)
-                self._tells_why |= passed.tells_why(self.plan)
+            told = passed.end(error is not None)
+            if error is not None:
+                return
+            self.plan, self._tells_why = passed.plan, self._tells_why or passed.tells_why
+            for reason in told:
+                reasons.warn_once(reason)
+                if reason not in self._reasons:
+                    self._reasons.append(reason)
         finally:
             passed.forget()
 
@@ -246,24 +242,24 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     @property
     def reasons(self) -> list[str]:
         """Why no memory, or less than asked, was saved; names what keeps a twentieth or more of all bytes."""
-        held = reasons.by_bytes(self._ledger.rows()) if self._tells_why else ()
+        held = reasons.by_bytes(self._ledger.records()) if self._tells_why else ()
         of_heads = [reason for told in self._told for reason in told.reasons()]
         return [*self._reasons, *of_heads, *held]
 
     @property
     def kept_bytes(self) -> int:
         """Bytes saved for the backward pass: every storage once, parameters not counted."""
-        return self._ledger.kept()
+        return self._ledger.kept
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of `kept_bytes` that `held="host"` has moved."""
-        return self._ledger.moved()
+        return self._ledger.moved
 
     @property
     def rebuilt_bytes(self) -> int:
         """Bytes that plain PyTorch would also keep, and that the backward pass rebuilds."""
-        return self._ledger.rebuilt()
+        return self._ledger.rebuilt
 
     @property
     def records(self) -> list[Record]:

@@ -84,7 +84,5 @@ def begin(
     """A pass, which is recorded from now on."""
     if "torch._subclasses.fake_tensor" in sys.modules:
         _know_fakes()
-    ask, owns = None if way is None else way.ask, units.owner_runs if units.exist else None
-    told = current(), ask, layer, hold, owns, other, subclasses, has_ranks(), policy.smallest
-    limits = policy.sums, policy.runs, policy.row
-    return NODES.RecordedPass(policy.products, policy.everything, *limits, *told)
+    owns = units.owner_runs if units.exist else None
+    return NODES.RecordedPass(policy, way, current(), layer, hold, owns, other, subclasses, has_ranks())

@@ -15,12 +15,12 @@ class _Flag(NamedTuple):
     """`get()` is the value that kernels see, `set` changes it, and `restore(state())` changes nothing."""
 
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], object]
     state: Callable[[], Any]
-    restore: Callable[[Any], None]
+    restore: Callable[[Any], object]
 
     @staticmethod
-    def plain(get: Callable[[], Any], set_: Callable[[Any], None]) -> _Flag:
+    def plain(get: Callable[[], Any], set_: Callable[[Any], object]) -> _Flag:
         return _Flag(get, set_, get, set_)
 
 
@@ -138,16 +138,12 @@ def _set_only_warns(value: bool) -> None:
 _flushes: Callable[[], bool] = partial(struct.unpack("<d", (1).to_bytes(8, "little"))[0].__eq__, 0.0)
 
 
-def _set_flushes(value: bool) -> None:
-    torch.set_flush_denormal(value)
-
-
 _FLAGS: list[_Flag] = [
     *_plain("cudnn_benchmark"),
     _Flag.plain(torch.get_num_threads, torch.set_num_threads),
     _Flag.plain(_deterministic, _set_deterministic),
     _Flag.plain(_only_warns, _set_only_warns),
-    _Flag.plain(_flushes, _set_flushes),
+    _Flag.plain(_flushes, torch.set_flush_denormal),
     *_plain("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled"),
     *_plain("cpu_allow_fp16_reduced_precision_reduction"),
     *_precision(("mkldnn", "matmul"), ("mkldnn", "conv")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
 from leannorm.saving import limit, reasons, recorded_pass, small, timing, watched
 from leannorm.saving.aside import PassHooks
-from leannorm.saving.ledger import Ledger
+from leannorm.saving.ledger import AllKept, Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.recorded_pass import RecordedPass
-from leannorm.saving.small import NEVER_SMALL, AllKept, FirstTensor, Seen, nodes_made, unpack
+from leannorm.saving.small import NEVER_SMALL, Alone, FirstTensor, Seen, nodes_made
 from leannorm.saving.timing import TimedPack, Timer
 from leannorm.saving.units import Units, is_of_flat
 from leannorm.saving.verify import Layers
@@ -53,33 +52,38 @@ class Settings(NamedTuple):
 
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `line` identifies the line of the program that opens it."""
+    """One forward pass, from `open` to `end`; `line` identifies the line of the program that opens it."""
+
+    refused: str | None = None  # why no hooks were set
+    told: Told | None = None  # notes on logits that are not computed
+    plan: RebuildPlan | None = None
+    tells_why = False
+    """Whether it says why outputs of operations are kept. It does not if a plan keeps as much as was asked
+    for, nor if a backward pass has already freed most tensors."""
+
+    # Set in the class, as a pass that is left alone should cost little
+    _place: Hashable = None  # set if the pass may be small
+    _alone: Alone | None = None  # set if it is left alone, as it was small the last time
+    _watch: Watch | None = None  # set if its time is measured
+    _limit: limit.Limit | None = None
+    _following: Following | None = None
+    _recorded: RecordedPass | None = None
+    _first: FirstTensor | None = None
+    _timer: Timer | None = None
+    _is_plain = False  # whether it is run to be compared with passes that follow the plan
+    _freed_within = False  # whether most of what it saved was freed before it closed
+    _of_plans: str | None = None
+    _set: PassHooks | None = None
+    _closing: tuple[Callable[[], None], ...] = ()
+    _nodes = 0  # how many autograd had made when it was opened; from `_close` on, how many it made
 
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
         self._settings, self.ledger, self._line = settings, ledger, line
-        self._place: Hashable = None  # set if the pass may be small
-        self._watch: Watch | None = None  # set if its time is measured
         if line is not NEVER_SMALL and settings.may_be_small:
             self._place = line, settings.policy
+            self._alone = small.left_alone(self._place)
         elif line is not NEVER_SMALL and settings.may_be_watched:
             self._watch = watched.watch_of((line, settings.goal))
-        self._stack = ExitStack()
-        self._limit: limit.Limit | None = None
-        of_watch = None if self._watch is None else (line, settings.goal)
-        planned = settings.goal is not None and settings.goal.limit is None
-        self._following = (
-            Following(settings.goal, of_watch) if planned and settings.goal is not None else None
-        )
-        self._recorded: RecordedPass | None = None
-        self._first: FirstTensor | None = None
-        self._timer: Timer | None = None
-        self._is_plain = False  # whether it is run to be compared with passes that follow the plan
-        self.refused: str | None = None  # why no hooks were set
-        self._freed_within = False  # whether most of what it saved was freed before it closed
-        self._of_plans: str | None = None
-        self._set: PassHooks | None = None
-        self._nodes = 0  # how many autograd had made when it was opened; from `close` on, how many it made
-        self.told: Told | None = None  # notes on logits that are not computed
 
     def open(self) -> None:
         """Set the hooks, unless `refusal` gives a reason not to."""
@@ -87,14 +91,16 @@ class ForwardPass:
         self.refused = refusal()
         if self.refused is not None:
             return
-        if self._limit_asked is not None:
-            self._limit = limit.begin(self._limit_asked, self._line)
+        asked = None if self._settings.goal is None else self._settings.goal.limit
+        if asked is not None:
+            self._limit = limit.begin(asked, self._line)
         pack, timed = self._first_hook(number), None
         if self._first is None:
             pack = self._begin()
             if self._timer is not None:
                 pack = timed = TimedPack(pack, recorded_pass.LOG.record_unpack, self._timer)
-        self._set = self._stack.enter_context(PassHooks(pack, recorded_pass.LOG.record_unpack))
+        self._set = PassHooks(pack, recorded_pass.LOG.record_unpack)
+        self._set.__enter__()
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -103,16 +109,19 @@ class ForwardPass:
             self.told, units = Told(self._line), Units()
             heads = Heads(self.told, _no_head, units.gathered)
             heads.open()
-            self._stack.callback(heads.close)
+            self._closing += (heads.close,)
         self._nodes = nodes_made()
 
     def _first_hook(self, number: int) -> Any:
-        """The hook for the first tensor of a pass that is plain, or opened under no_grad; else None."""
+        """The hook for the first tensor of a pass that is left alone, plain, or opened under no_grad; else
+        None."""
         least, most = 0.0, -1.0
         if self._watch is not None and torch.is_grad_enabled():
             kind = self._watch.next()
             self._timer, self._is_plain = self._watch.timer(number, kind), kind == PLAIN
-        if self._is_plain and self._watch is not None:
+        if self._alone is not None:
+            most = self._alone.most
+        elif self._is_plain and self._watch is not None:
             least, most = self._watch.bounds()
         elif torch.is_grad_enabled():
             return None
@@ -121,145 +130,135 @@ class ForwardPass:
 
     def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
         """The pack hook of a pass that is recorded from here on."""
-        layers = None
+        layers, goal = None, self._settings.goal
         if self._settings.verify:
             layers = Layers()
-            self._stack.callback(layers.close)
+            self._closing += (layers.close,)
             layers.open()
+        is_other = from_here and (self._is_plain or self._alone is not None)  # its plan would begin before
+        if goal is not None and goal.limit is None and not is_other:
+            self._following = Following(goal, None if self._watch is None else (self._line, goal))
         policy, hooks = self._settings.policy, self._settings.hooks
-        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit)
-        if from_here:
-            self._recorded.begins_within_a_call()
+        self._recorded = RecordedPass(policy, self._following, hooks, layers, self._limit, from_here)
         self.ledger.add(self._recorded.recorded)
         return self._recorded.pack
 
     def _look_from_here(self) -> bool:
         """Start recording with the next tensor; False if the hooks cannot be replaced."""
-        return self._set is not None and self._set.replace(self._hooks_from_here)
+        if self._set is None or not self._set.is_on_top():
+            return False
+        self._set.replace(self._begin(from_here=True), recorded_pass.LOG.record_unpack)
+        return True
 
-    def _hooks_from_here(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        if self._is_plain:
-            self._following = None  # its first tensor is not that of a planned pass
-        return self._begin(True), recorded_pass.LOG.record_unpack
+    def end(self, failed: bool) -> list[str]:
+        """End the pass, which may have `failed` with an error; returns why no memory, or less than asked, was
+        saved."""
+        if self._alone is not None and self._recorded is None:
+            return self._left_alone(self._alone)
+        self._close()
+        if failed:
+            return []
+        self.plan = self._learn()
+        self.tells_why = not self._freed_within and (self._settings.goal is None or self._missed is not None)
+        return self._reasons()
 
-    @property
-    def _is_left(self) -> bool:
-        """Whether the pass was not recorded: nothing was examined except its first tensor."""
-        return self._first is not None and self._recorded is None
+    def _left_alone(self, alone: Alone) -> list[str]:
+        """End a pass that was left alone; returns why."""
+        if self._first is None or self._set is None:
+            return [] if self.refused is None else [self.refused]
+        self._set.__exit__(None, None, None)
+        if alone.is_other(nodes_made() - self._nodes):
+            small.note(self._place, None)
+        if not self._first.kept:
+            return self._nothing_saved()
+        self.ledger.add(alone.seen.kept)
+        return [reasons.SMALL]
 
-    def close(self) -> None:
-        """Remove the hooks and close the ledger."""
+    def _close(self) -> None:
         nodes = nodes_made() - self._nodes
-        self._stack.close()
+        if self._set is not None:
+            self._set.__exit__(None, None, None)
+        for close in self._closing:
+            close()
         if self._recorded is not None:
             self._recorded.close()
             self._following = self._recorded.following
             self._freed_within = self._recorded.is_mostly_gone
         kept = [] if self._first is None else self._first.kept
-        if self._is_left and kept:
-            known = None if self._watch is None else self._watch.kept
-            if known is not None:
-                self.ledger.add(known)
-                kept = []
-        self.ledger.close(kept)
+        like = None if self._recorded is not None or self._watch is None else self._watch.seen
+        if kept and like is not None:
+            self.ledger.add(like.kept)
+        elif kept:
+            self.ledger.add_first(kept)
         self._nodes = nodes
 
     def forget(self) -> None:
-        """Release what is only used to make a plan, and the tensors that a small pass has kept."""
-        if self._recorded is not None:
-            self._recorded.forget()
+        """Release the tensors that a small pass has kept."""
         if self._first is not None:
             self._first.forget()
 
-    @property
-    def _limit_asked(self) -> int | str | None:
-        return None if self._settings.goal is None else self._settings.goal.limit
-
-    def left(self) -> str | None:
-        """Why the pass was left alone, after ending it in one step; None if `close` must end it."""
-        return None
-
-    def learn(self) -> RebuildPlan | None:
+    def _learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
+        if self._alone is not None:
+            small.note(self._place, None)
+            return None
         made, following = self._recorded, self._following
         if self._freed_within or self.refused is not None:  # what is left has neither the size nor a plan
             return None
         if self._watch is not None and self._timer is not None:
             self._watch.timers.append(self._timer)
         if made is None:
-            self._was_left()
-            return None if self._watch is None else self._watch.plan
+            return None if self._watch is None else self._watch.left(self._nodes)
         if self._place is not None and made.seen:
             small.note(self._place, self._seen())
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
-        if following is None or not made.calls:  # there is nothing to plan
+        if following is None or not made.places:  # there is nothing to plan
             return None
-        nbytes = self.ledger.all_bytes()
-        try:
-            before = 0 if self._first is None else sum(kept[0].nbytes for kept in self._first.kept)
-            there = self.ledger.kept() - self.ledger.moved()
-            share = (there - before) / max(nbytes - before, 1)
-            self._of_plans = following.end(made.calls, made.passed, share, made.seconds, made.spent)
-        except Exception as error:  # a plan is never worth an error in the forward pass
-            made.reasons[reasons.no_plan(error)] = 1
-            return None
+        self._of_plans = made.end()
         if self._watch is not None:
             self._note_followed(self._watch, following)
         return following.plan
 
-    def _was_left(self) -> None:
-        """Let the next pass follow a plan if this one was not one of those that are measured."""
-        if self._watch is not None and self._nodes > 2 * self._watch.nodes:
-            self._watch.loop = None
-
     def _seen(self) -> Seen:
         ledger = self.ledger
-        rows = AllKept(ledger.rows, ledger.all_bytes())
-        first = next(iter(rows.rows()), None)
-        nbytes = 0 if first is None else first[1].numel() * first[2].itemsize
-        return Seen(nbytes, ledger.rebuilt(), self._nodes, rows)
+        first = next(iter(ledger.records()), None)
+        nbytes = 0 if first is None else first.shape.numel() * first.dtype.itemsize
+        all_kept = AllKept(ledger.records, ledger.kept + ledger.rebuilt)
+        return Seen(nbytes, ledger.rebuilt, self._nodes, all_kept)
 
     def _note_followed(self, watch: Watch, following: Following) -> None:
         if following.plan is None or following.loop is None:
             watch.loop = None
             return
-        if following.loop is not watch.loop or watch.kept is None:
-            seen = self._seen()
-            watch.loop, watch.first, watch.nodes, watch.kept = (
-                following.loop,
-                seen.first,
-                seen.nodes,
-                seen.rows,
-            )
+        if following.loop is not watch.loop or watch.seen is None:
+            watch.loop, watch.seen = following.loop, self._seen()
         following.plan = following.plan._replace(measured=following.loop.measured)
         watch.plan = following.plan._replace(made_for=following.plan.made_for.without_lines())
 
-    def _missed(self, plan: RebuildPlan | None) -> str | None:
+    @property
+    def _missed(self) -> str | None:
         """The reason that the budget, the peak or the limit is out of reach, if it is."""
         goal = self._settings.goal
         if goal is None or self._freed_within:
             return None
         if goal.limit is not None:
             return reasons.of_limit(self._limit, 0 if self._recorded is None else self._recorded.missed)
-        if plan is not None:
-            return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
-        kept, stock = self.ledger.kept() - self.ledger.moved(), self.ledger.all_bytes()
-        ratio = kept / max(stock, 1)
+        if self.plan is not None:
+            chosen = self.plan.chosen
+            return None if chosen.reached else reasons.out_of_reach(goal, chosen)
+        kept, rebuilt = self.ledger.kept, self.ledger.rebuilt
+        ratio = (kept - self.ledger.moved) / max(kept + rebuilt, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal, ratio) if missed else None
-
-    def tells_why(self, plan: RebuildPlan | None) -> bool:
-        """Whether `reasons` says why outputs of operations are kept. It does not if a plan keeps as much as
-        was asked for, nor if a backward pass has already freed most tensors."""
-        return not self._freed_within and (self._settings.goal is None or self._missed(plan) is not None)
 
     @staticmethod
     def _nothing_saved() -> list[str]:
         return [reasons.NOTHING] if torch.is_grad_enabled() else []
 
-    def reasons(self, plan: RebuildPlan | None) -> list[str]:
-        """Why no memory, or less than asked, was saved: first the causes that concern the whole pass."""
+    def _reasons(self) -> list[str]:
+        """The causes that concern the whole pass come first."""
+        plan, missed = self.plan, self._missed
         counts: Counter[str] = Counter() if self._recorded is None else self._recorded.reasons
         whole = [reason for reason in counts if reason in reasons.OF_THE_PASS]
         if self.refused is not None:
@@ -275,13 +274,13 @@ class ForwardPass:
             whole += self._nothing_saved()
         if self._watch is not None:
             whole += self._watch.reasons()
-            if self._is_left and self._is_plain and not self._watch.is_off:
+            if self._recorded is None and self._is_plain and not self._watch.is_off:
                 whole.append(reasons.COMPARED)
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         goal = self._settings.goal
         peak = None if goal is None or plan is None else reasons.of_peak(goal, plan)
-        whole += [reason for reason in (self._missed(plan), self._of_plans, peak) if reason is not None]
+        whole += [reason for reason in (missed, self._of_plans, peak) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in counts.items()
@@ -311,4 +310,4 @@ def _no_head(weight: Tensor) -> str | None:
 def _others_hooks() -> bool:
     """Whether the hooks that are set now are not `lean`'s."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and top[1] not in (unpack, recorded_pass.LOG.record_unpack)
+    return top is not None and top[1] != recorded_pass.LOG.record_unpack

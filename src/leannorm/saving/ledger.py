@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,11 +27,8 @@ class Record(NamedTuple):
     why: str = ""
 
 
-Row = tuple[str, torch.Size, torch.dtype, int, bool, str]  # the fields of a Record
-
-
-class Rows(Protocol):
-    """What a pass saved: its bytes, and a row for each tensor."""
+class Saved(Protocol):
+    """What a pass saved: its bytes, and a record for each tensor."""
 
     @property
     def kept(self) -> int: ...
@@ -43,49 +39,58 @@ class Rows(Protocol):
     @property
     def rebuilt(self) -> int: ...
 
-    def rows(self) -> list[Row]: ...
+    def records(self) -> list[Record]: ...
+
+
+class AllKept:
+    """What a pass saved, all of it counted as kept."""
+
+    moved = rebuilt = 0
+
+    def __init__(self, records: Callable[[], list[Record]], kept: int) -> None:
+        self._records, self.kept = records, kept
+
+    def records(self) -> list[Record]:
+        return [record._replace(rebuilt=False, why="") for record in self._records()]
 
 
 class Ledger:
-    """Counts storages, not tensors. It leaves out parameters, which exist without autograd, too."""
+    """What all passes saved. Counts storages, not tensors. It leaves out parameters, which exist without
+    autograd, too."""
 
     def __init__(self) -> None:
-        self._plain: list[Row] = []
-        self._passes: list[Rows] = []
+        self._passes: list[Saved] = []
 
-    def add(self, saved: Rows) -> None:
+    def add(self, saved: Saved) -> None:
         """Add what a pass saves."""
         self._passes.append(saved)
 
-    def close(self, kept: Iterable[Kept] = ()) -> None:
+    def add_first(self, kept: Iterable[Kept]) -> None:
         """Add the tensors that a pass kept before it was recorded."""
-        self._plain += _plain_rows(kept)
+        records = list(_records_of(kept))
+        self._passes.insert(0, AllKept(lambda: records, sum(record.bytes for record in records)))
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
-        return [Record._make(row) for row in self.rows()]
+        return [record for one in self._passes for record in one.records()]
 
-    def all_bytes(self) -> int:
-        """Bytes kept, and to be rebuilt."""
-        return self.kept() + self.rebuilt()
-
+    @property
     def kept(self) -> int:
         """Bytes kept for the backward pass."""
-        return sum(one.kept for one in self._passes) + sum(row[3] for row in self._plain)
+        return sum(one.kept for one in self._passes)
 
+    @property
     def moved(self) -> int:
         """Bytes of these that `held="host"` has moved."""
         return sum(one.moved for one in self._passes)
 
+    @property
     def rebuilt(self) -> int:
         """Bytes that the backward pass rebuilds."""
         return sum(one.rebuilt for one in self._passes)
 
-    def rows(self) -> list[Row]:
-        return [*self._plain, *itertools.chain(*(one.rows() for one in self._passes))]
 
-
-def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
+def _records_of(kept: Iterable[Kept]) -> Iterator[Record]:
     seen = set[int]()
     for whole, _ in kept:
         local = local_of(whole)
@@ -94,4 +99,4 @@ def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
         nbytes = 0 if place in seen else nbytes
         seen |= {place} if place else set()
         shape = torch.Size([tensor.numel()]) if tensor.is_nested else tensor.shape
-        yield "", shape, tensor.dtype, nbytes, False, ""
+        yield Record("", shape, tensor.dtype, nbytes, False)

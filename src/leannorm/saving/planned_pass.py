@@ -17,92 +17,79 @@ from leannorm.saving.timeline import Timeline
 
 
 class PlannedPass:
-    """How one pass follows a plan. `narrows`: whether the log can keep a log-softmax's narrower source
-    instead, for which a promised time has no price. `moves`: what the pass moves to the host."""
+    """How one pass follows a plan. `in_cpp`: whether C++ records it, and follows a plan by itself. `moves`:
+    what the pass moves to the host. `told`: gets reasons."""
 
-    def __init__(self, following: Following, narrows: bool, moves: host.Moves | None) -> None:
-        self.following, self.narrows = following, narrows and not following.goal.promises_time
+    def __init__(
+        self, following: Following, in_cpp: bool, moves: host.Moves | None, told: Counter[str]
+    ) -> None:
+        self.following, self._in_cpp, self._told = following, in_cpp, told
+        # whether the log may keep a log-softmax's narrower source instead, for which a time has no price
+        self.narrows = in_cpp and not following.goal.promises_time
         self._moves, self.moves = moves, moves is not None  # whether the plan chooses what is moved
         self._calls: list[Call] = []
-        self.reasons = Counter[str]()
 
-    def drops(self, call: Call) -> tuple[bool, bool, Cause]:
-        """Whether the tensor that is saved now may be dropped; if kept, whether it is moved, and why."""
+    def ask(self, place: int, call: Call) -> tuple[bool, bool, Cause, Any]:
+        """Whether the tensor that is saved now, at this place, may be dropped; if kept, whether it is moved,
+        and why. For C++, the plan to follow from here on, as long as the pass does not differ from it."""
         try:
-            return self._drops(call)
+            following, calls = self.following, self.calls(place)
+            calls.append(call)
+            drops = following.rebuilds(calls)
+            moves = following.plan is None or following.plan.move[place]
+            return drops, moves, following.why(place), self._followed()
         except Exception:  # a plan is never worth an error in the forward pass
-            return True, True, NO_CAUSE
+            return True, True, NO_CAUSE, None
 
-    def ask(self, place: int, call: Call) -> tuple[bool, Any, int, str, bool]:
-        """The same for the tensor at this place, for C++, which then follows a plan by itself: the plan from
-        here on stands second, and whether the tensor is moved last."""
-        try:
-            self._reach(place)
-            drops, moves, (why, of) = self._drops(call)
-            return drops, self._followed(), int(why), of, moves
-        except Exception:
-            return True, None, 0, "", True
-
-    def _drops(self, call: Call) -> tuple[bool, bool, Cause]:
-        following, place = self.following, len(self._calls)
-        self._calls.append(call)
-        drops = following.rebuilds(self._calls)
-        moves = following.plan is None or following.plan.move[place]
-        return drops, moves, following.why(place)
-
-    def renew(self, kept: int, rebuilt: int, places: int, timeline: Any, seconds: Taken, device: str) -> None:
+    def renew(self, ended: Any) -> None:
         """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
-        following = self.following
+        saved, moved = ended.saved(), 0 if self._moves is None else self._moves.nbytes_then
+        why = self.end(ended, ended.timeline(), (saved.held - moved) / max(saved.held + saved.dropped, 1))
+        self._told.update([] if why is None else [why])
+        self.following, self._calls = self.following.for_another_step(), []
+
+    def end(self, ended: Any, timeline: tuple[Any, ...], share: float) -> str | None:
+        """Give a step to the plans: what the log's pass `ended` knows, its `timeline`, and the `share` of the
+        bytes that it kept. A reason, if it is not as planned."""
         try:
-            read = partial(self.passed, timeline, seconds, places, self.reasons, torch.device(device))
-            moved = 0 if self._moves is None else self._moves.nbytes_then
-            share = (kept - moved) / max(kept + rebuilt, 1)
-            why = following.end(self.calls(places), read, share, lambda: seconds)
-            self.reasons.update([] if why is None else [why])
+            calls, read = self.calls(ended.places), partial(self._passed, ended, timeline)
+            return self.following.end(calls, read, share, ended.seconds, ended.spent)
         except Exception as error:  # a plan is never worth an error in the forward pass
-            self.reasons[reasons.no_plan(error)] = 1
-        self.following, self._calls = following.for_another_step(), []
+            self._told[reasons.no_plan(error)] = 1
+            return None
 
     def calls(self, count: int) -> list[Call]:
-        """All that the pass saved: `count` tensors with a place."""
-        self._reach(count)
-        return self._calls
-
-    def _reach(self, place: int) -> None:
-        """Add the calls since the log asked last, which were as planned."""
-        if len(self._calls) < place:
+        """The tensors that the pass saved at the first `count` places. The log did not ask for those that
+        were as planned."""
+        if len(self._calls) < count:
             assert self.following.plan is not None
-            self._calls += self.following.plan.made_for.calls[len(self._calls) : place]
+            self._calls += self.following.plan.made_for.calls[len(self._calls) : count]
+        return self._calls
 
     def _followed(self) -> Any:
         """The plan in the form that C++ reads."""
         entry = self.following.entry
-        if entry is not None and entry.places is None:
+        if entry is None or not self._in_cpp:
+            return None
+        if entry.places is None:
             plan = entry.plan
             causes = [self.following.why(place) for place in range(len(plan.rebuild))]
             whys, of = [int(cause.why) for cause in causes], [cause.of for cause in causes]
             drops, moves = list(plan.rebuild), list(plan.move)
             entry.places = cpp_log.Places(plan.made_for.calls, drops, moves, whys, of)
-        return None if entry is None else entry.places
+        return entry.places
 
-    def passed(
-        self,
-        told: tuple[Any, ...],
-        seconds: Taken,
-        count: int,
-        said: Counter[str],
-        device: torch.device,
-    ) -> Pass:
-        """The pass that ends now, from its log `told`, to make a plan from. Its prices are what its calls
-        took, or on other devices than CPUs their rates."""
+    def _passed(self, ended: Any, timeline: tuple[Any, ...]) -> Pass:
+        """The step, to make a plan from. Its prices are what its calls took, or on other devices than CPUs
+        their rates."""
+        device = torch.device(ended.device)
         rates, why = rates_for(self.following.goal, device)
         if why is not None:
-            said[why] = 1
-        calls = tuple(self.calls(count))
+            self._told[why] = 1
         known = device.type == "cpu" and not of_table_alone()
-        taken = [one for _, one in seconds] if known else []
+        taken = [one for _, one in ended.seconds()] if known else []
         may_move = self.moves and host.link_of(device) is not None
-        return self._priced(told, rates, calls, taken, may_move)
+        return self._priced(timeline, rates, tuple(self._calls), taken, may_move)
 
     def _priced(
         self,
@@ -116,9 +103,8 @@ class PlannedPass:
         timeline = Timeline(told, rates, self.narrows, seconds, codes, link)
         lines, places = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
-        whys = {
-            place: Cause(Why(value.why), value.of) for place, value in kept if value.why and not value.makes
-        }
+        causes = {place: value.cause for place, value in kept if not value.makes}
+        whys = {place: Cause(Why(why), of) for place, (why, of) in causes.items() if why}
 
         def again(seen: Taken) -> Pass | None:
             """At the prices of the same calls in another pass."""

@@ -132,8 +132,8 @@ class Following:
         """`place`: identifies the passes whose steps are measured together; None: steps are not measured."""
         self.goal, self._place = goal, place
         self.plan: RebuildPlan | None = None
-        self._entry: _Entry | None = None
-        self._begun = self._sized = False
+        self.entry: _Entry | None = None  # the plan that is followed now
+        self._sized = False
         self._old: _Made | None = None  # the plans that this pass replaces, so that it follows none
         self.whole = True  # whether the pass followed no plan from its first tensor on
         self._strayed = False  # whether no plan fitted any more
@@ -144,9 +144,8 @@ class Following:
 
     def rebuilds(self, calls: Sequence[Call]) -> bool:
         """Whether the tensor that was packed last may be rebuilt. `calls`: all of the pass so far."""
-        last, entry = len(calls) - 1, self._entry
-        if not self._begun:
-            self._begun = True
+        last, entry = len(calls) - 1, self.entry
+        if not last:
             known = self._known(calls)
             best = None if known.whole else self._best(known, calls)
             self._old = best.made if best is not None and best.made.is_old else None
@@ -155,17 +154,12 @@ class Following:
         elif entry is not None and not self._fits(entry, calls, last):
             known = self._known(calls)
             self._follow(self._best(known, calls))
-            if self._entry is None:
+            if self.entry is None:
                 self._stray(known)
         elif entry is not None and not self._sized and entry.plan.made_for.calls[last] != calls[last]:
             self._sized = True  # a plan of these sizes is searched for only once
             self._follow(self._known(calls).in_sizes_of(tuple(calls), entry.made) or entry)
         return self.plan is None or self.plan.rebuild[last]
-
-    @property
-    def entry(self) -> _Entry | None:
-        """The plan that is followed now."""
-        return self._entry
 
     def why(self, place: int) -> Cause:
         """Why a tensor is kept that the plan does not rebuild."""
@@ -187,7 +181,7 @@ class Following:
         """
         if not calls:
             return None
-        known, entry = self._known(calls), self._entry
+        known, entry = self._known(calls), self.entry
         if entry is not None and len(entry.made.calls) != len(calls):
             self._follow(None)
             self._stray(known)
@@ -274,7 +268,7 @@ class Following:
         entry = self._add(known, _Entry(full._replace(made_for=full.made_for.without_lines()), made))
         known.whole = 0
         known.ended(entry)
-        self._entry, self.plan = entry, full
+        self.entry, self.plan = entry, full
 
     def _add(self, known: _Known, entry: _Entry) -> _Entry:
         known.entries.insert(0, entry)
@@ -291,12 +285,12 @@ class Following:
     def _follow(self, entry: _Entry | None) -> None:
         if entry is not None:
             entry.turn()
-        self._entry, self.plan = entry, None if entry is None else entry.plan
+        self.entry, self.plan = entry, None if entry is None else entry.plan
 
     @property
     def loop(self) -> Loop | None:
         """The loop that chooses among the plans of this pass by the time that steps take."""
-        return None if self._entry is None else self._entry.made.loop
+        return None if self.entry is None else self.entry.made.loop
 
     def _known(self, calls: Sequence[Call]) -> _Known:
         if len(KNOWN) > _MAX_PLANS:

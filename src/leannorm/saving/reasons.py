@@ -13,7 +13,7 @@ from torch import Tensor
 from leannorm._report import bytes_in_words
 from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.plan import Plan
-from leannorm.saving.ledger import Row
+from leannorm.saving.ledger import Record
 
 if TYPE_CHECKING:
     from leannorm.saving.limit import Limit
@@ -116,7 +116,6 @@ class Why(IntEnum):
     NOT_AT_HAND = "what it was made of is not at hand"
     TOO_DEEP = "too many steps in a row lead to it from what is kept"
     OTHER_BITS = "a rebuild had other bits"
-    EDITED = "it was edited in a way that its operation does not show"
     SMALLER = "each is much smaller than the largest tensor of the pass, and a rebuild takes as many calls"
     UNKNOWN = "lean() did not see the operator that made it, as in compiled code or a kernel of your own"
     FLAGS = "its operator ran on tensors that lean() does not rebuild"
@@ -171,14 +170,14 @@ _LEAST = 0.05  # of all bytes
 _FEWER, _LOWER = 0.8, 0.95  # shares of plain PyTorch's bytes and peak that count as fewer and as lower
 
 
-def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
+def by_bytes(records: Iterable[Record]) -> Iterator[str]:
     """A sentence for each pair of node and reason that keeps a twentieth or more of all bytes."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
-    for node, _, _, nbytes, is_rebuilt, why in rows:
-        stock += nbytes
-        rebuilt += nbytes * is_rebuilt
-        if why:
-            groups[node, why] += nbytes
+    for record in records:
+        stock += record.bytes
+        rebuilt += record.bytes * record.rebuilt
+        if record.why:
+            groups[record.node, record.why] += record.bytes
     for (node, why), nbytes in groups.most_common():
         share = nbytes / stock
         if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):

@@ -20,12 +20,11 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving import cpp_log, log, reasons
 from leannorm.saving.evidence import is_parameter
 from leannorm.saving.host import Moves
-from leannorm.saving.ledger import Row
+from leannorm.saving.ledger import Record
 from leannorm.saving.limit import Limit
 from leannorm.saving.moved import Hooks
-from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.planned_pass import PlannedPass
-from leannorm.saving.plans import Following, Spent
+from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.reasons import Cause, Why
 from leannorm.saving.shards import PLAIN, as_plain, storage_of
@@ -82,13 +81,16 @@ class RecordedPass:
         hooks: Hooks | Literal["host"] | None,
         layers: Layers | None,
         limit: Limit | None,
+        within_a_call: bool = False,
     ) -> None:
-        """`hooks`: for what is kept. `layers`: verify rebuilt tensors, and name the layer."""
+        """`hooks`: for what is kept. `layers`: verify rebuilt tensors, and name the layer.
+        `within_a_call`: the pass begins while an operator runs."""
         self.reasons = Counter[str]()
         self._moves = Moves(self.reasons) if hooks == "host" else None
         hold = partial(_hold, self.reasons, hooks) if isinstance(hooks, Hooks) else None
         self._timeline: tuple[Any, ...] = ()
-        self._way = None if following is None else PlannedPass(following, LOG is not log, self._moves)
+        in_cpp = LOG is not log
+        self._way = None if following is None else PlannedPass(following, in_cpp, self._moves, self.reasons)
         self._units = Units()
         self._pass = LOG.begin(
             policy._replace(smallest=SMALLEST),
@@ -101,14 +103,11 @@ class RecordedPass:
         )
         if limit is not None:
             self._pass.set_limit(limit.nbytes, limit.learned)
+        if within_a_call and LOG is log:  # C++ knows by itself what that operator calls
+            self._pass.begins_within_a_call()
         self.recorded = Recorded(self._pass.saved, self._moves)
         self.missed = 0  # bytes that the process needs at least, if that is more than the limit
         self.pack: Callable[[Tensor], Any] = LOG.record_pack
-
-    def begins_within_a_call(self) -> None:
-        """Note that the pass begins while an operator runs. C++ knows by itself what that operator calls."""
-        if LOG is log:
-            self._pass.begins_within_a_call()
 
     def close(self) -> None:
         """Stop recording; note what the pass saved, and how much of it is still in memory."""
@@ -117,72 +116,43 @@ class RecordedPass:
         self._pass.close()
         if self._moves is not None and self.following is not None and not self.following.whole:
             self._moves.end()
-        self.missed = self._pass.missed()
+        self.missed = self._pass.missed
         self.recorded.close()
         if (unit := self._units.freed_first) is not None:
             self.recorded.sharded = reasons.sharded(*wrap_of(unit))
-        self.seen = self._pass.packed()
-        self.is_mostly_gone = len(self.recorded) < self._pass.seen() / 8
-        met = self._pass.met() if self.seen else 0
+        self.seen, self.places = self._pass.packed, self._pass.places  # the latter: what a plan may drop
+        self.is_mostly_gone = len(self.recorded) < self._pass.seen / 8
+        met = self._pass.met if self.seen else 0
         self.reasons.update(reason for bit, reason in _MET.items() if met & bit)
-        if self._way is not None:
-            self.reasons.update(self._way.reasons)
 
     @property
     def following(self) -> Following | None:
         """How the last step of the pass follows plans."""
         return None if self._way is None else self._way.following
 
-    @property
-    def calls(self) -> list[Call]:
-        """The saved tensors that a plan may keep or drop."""
-        return [] if self._way is None else self._way.calls(self._pass.places())
-
-    def passed(self) -> Pass:
-        """What this pass saved, to make a plan from."""
+    def end(self) -> str | None:
+        """Give the pass to the plans; a reason, if it is not as planned."""
         assert self._way is not None
-        device = torch.device(self._pass.device())
-        return self._way.passed(self._timeline, self.seconds(), self._pass.places(), self.reasons, device)
-
-    def seconds(self) -> Taken:
-        """What each call of the pass has taken."""
-        seconds: Taken = self._pass.seconds()
-        return seconds
-
-    @property
-    def spent(self) -> Spent | None:
-        """What the step is going to take, if the log measures that."""
-        spent: Spent | None = self._pass.spent()
-        return spent
-
-    def forget(self) -> None:
-        """Release what is only used to make a plan."""
-        self._timeline = ()
+        kept, rebuilt, moved = self.recorded.kept, self.recorded.rebuilt, self.recorded.moved
+        return self._way.end(self._pass, self._timeline, (kept - moved) / max(kept + rebuilt, 1))
 
 
 class Recorded:
     """What one pass keeps now; after `close`, what it kept when it closed."""
 
     def __init__(self, saved: Callable[[], Any], moves: Moves | None) -> None:
-        self._now: Callable[[], Any] | None = saved
-        self._then: Any = None
-        self._moves, self._moved = moves, 0
+        self._saved, self._moves, self._moved = saved, moves, 0
         self.sharded = Why.FREED.sentence
 
     def close(self) -> None:
         """Store what is kept now."""
-        assert self._now is not None
-        self._moved, self._moves = self.moved, None
-        self._then, self._now = self._now(), None
-
-    @property
-    def _saved(self) -> Any:
-        return self._then if self._now is None else self._now()
+        then, self._moved, self._moves = self._saved(), self.moved, None
+        self._saved = lambda: then
 
     @property
     def kept(self) -> int:
         """Bytes that are kept."""
-        nbytes: int = self._saved.held
+        nbytes: int = self._saved().held
         return nbytes
 
     @property
@@ -193,18 +163,18 @@ class Recorded:
     @property
     def rebuilt(self) -> int:
         """Bytes that are rebuilt."""
-        nbytes: int = self._saved.dropped
+        nbytes: int = self._saved().dropped
         return nbytes
 
     def __len__(self) -> int:
-        return len(self._saved)
+        return len(self._saved())
 
-    def rows(self) -> list[Row]:
-        """The fields of a `Record` for each tensor."""
+    def records(self) -> list[Record]:
+        """One record for each tensor."""
         return [
-            (name, torch.Size(shape), dtype, nbytes, dropped, self._in_words(Cause(Why(why * by_node), of)))
-            for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved.rows()
+            Record(name, torch.Size(shape), dtype, nbytes, dropped, self._why(Cause(Why(why * by_node), of)))
+            for name, shape, dtype, nbytes, dropped, why, by_node, of in self._saved().rows()
         ]
 
-    def _in_words(self, cause: Cause) -> str:
+    def _why(self, cause: Cause) -> str:
         return cause.in_words().replace(Why.FREED.sentence, self.sharded)

@@ -8,7 +8,8 @@ pass of its line showed. Plain passes, which measure a step without `lean()`, ar
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,14 +25,14 @@ from leannorm.saving.timing import Timed, Timer
 
 if TYPE_CHECKING:
     from leannorm.saving.aside import PassHooks
-    from leannorm.saving.ledger import Row
+    from leannorm.saving.ledger import AllKept
 
 _FEW = 4 << 20
 
 NEVER_SMALL = object()
 """The place of passes that are recorded whatever they save, such as those that a report measures."""
 
-Kept = tuple[Any, ...]  # a tensor and its version; and a timer, for the first tensor of a pass that is timed
+Kept = tuple[Tensor, int]  # a tensor and its version
 
 _AGAIN = 64  # passes that are left alone before one is recorded again
 _LARGER = 4
@@ -40,38 +41,22 @@ _MAX_PLACES = 4096
 
 
 class Seen(NamedTuple):
-    """A pass that was recorded. `first`: bytes of its first tensor. `rows`: all that it saved, as if kept."""
+    """A pass that was recorded. `first`: bytes of its first tensor. `kept`: all that it saved, as if kept."""
 
     first: int
     freed: int
     nodes: int
-    rows: AllKept
-
-
-class AllKept:
-    """What an earlier pass at the same place saved, all of it counted as kept."""
-
-    def __init__(self, rows: Callable[[], Iterable[Row]], kept: int) -> None:
-        self._rows, self.kept, self.rebuilt, self.moved = rows, kept, 0, 0
-
-    def rows(self) -> list[Row]:
-        """The fields of a `Record` for each tensor."""
-        return [(*row[:4], False, "") for row in self._rows()]
+    kept: AllKept
 
 
 class Alone:
     """The passes at one place that are left alone since the last that was recorded."""
 
     def __init__(self, seen: Seen) -> None:
-        self.seen, self._left = seen, _AGAIN
+        self.seen, self.left = seen, _AGAIN  # `left`: how many more there are
         larger = min(max(few_bytes() / max(seen.freed, 1), 1.0), _LARGER)
         self.most = max(seen.first, 1) * larger
         """Bytes of the first tensor up to which rebuilds free little; a pass with more is recorded."""
-
-    def is_left(self) -> bool:
-        """Whether the next pass is left alone, too."""
-        self._left -= 1
-        return self._left >= 0
 
     def is_other(self, nodes: int) -> bool:
         """Whether the pass made many more nodes than the one that was recorded."""
@@ -102,7 +87,9 @@ def place_of(frame: FrameType) -> Hashable:
 def left_alone(place: Hashable) -> Alone | None:
     """What is known of the passes at this place, if the next one is left alone; else None."""
     known = LEFT_ALONE.get(place)
-    return known if known is not None and known.is_left() else None
+    if known is not None:
+        known.left -= 1
+    return known if known is not None and known.left >= 0 else None
 
 
 def note(place: Hashable, seen: Seen | None) -> None:
@@ -132,7 +119,6 @@ class FirstTensor:
         self._thread = get_ident()
         self._is_timed = timer is not None  # until the first tensor is packed
         self.hooks: PassHooks | None = None
-        self.is_other = False  # whether the pass is recorded, as it is not like those that are left alone
         self.is_over = False  # whether this hook was removed or the pass closed
         self.kept: list[Kept] = []  # what was packed before the pass was recorded
 
@@ -149,7 +135,7 @@ class FirstTensor:
         with as_plain(tensor):
             return self._pack(tensor, nbytes_of(tensor))
 
-    def _pack(self, tensor: Tensor, nbytes: int) -> Kept:
+    def _pack(self, tensor: Tensor, nbytes: int) -> Kept | Timed:
         kept = kept_of(tensor)
         if self.is_over or get_ident() != self._thread:
             return kept
@@ -159,7 +145,7 @@ class FirstTensor:
         if is_data or self._most < 0:
             self._decide(nbytes)
         timer, self._is_timed = self._timer if self._is_timed else None, False
-        return kept if timer is None else (*kept, timer)
+        return kept if timer is None else Timed(partial(read, kept), timer)
 
     def _decide(self, nbytes: int) -> None:
         if self._timer is not None:
@@ -167,7 +153,7 @@ class FirstTensor:
         if self._least <= nbytes <= self._most:
             self.is_over = self.hooks is not None and self.hooks.remove()
         else:
-            self.is_over = self.is_other = self._look()
+            self.is_over = self._look()
 
 
 def kept_of(tensor: Tensor) -> Kept:
@@ -177,10 +163,7 @@ def kept_of(tensor: Tensor) -> Kept:
 
 def read(kept: Kept) -> Tensor:
     """The tensor; raises autograd's error if it was edited in place."""
-    tensor: Tensor = kept[0]
-    version, *timer = kept[1:]
-    if timer:
-        timer[0].reach()
+    tensor, version = kept
     with as_plain(tensor):
         if tensor._version == version:
             return tensor

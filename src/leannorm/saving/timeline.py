@@ -25,7 +25,7 @@ _NO_GRADIENT = {"aten::sum"}  # whose gradient takes no memory: it is one number
 _WORKING = {"aten::pow": 2, "aten::native_batch_norm": 1}
 """What the backward pass of a call allocates in addition to gradients, in multiples of its result's bytes."""
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
-_WANTS, _HAS_GRADIENT = 1, 2  # as in plan.h
+WANTS, HAS_GRADIENT = 1, 2  # as `Gradient` in log.h
 
 
 class Read(NamedTuple):
@@ -50,10 +50,9 @@ class Call(NamedTuple):
 
 class Value(NamedTuple):
     """One version of a memory. `storage`: the memory's bytes; `coded`: those that keeping it takes.
-    `gradient`: bits of plan.h. `needed`: whether the backward pass reads it or rebuilds others from it.
+    `gradient`: bits of log.h. `needed`: whether the backward pass reads it or rebuilds others from it.
     `makes`: whether it is rebuilt, or could be if others were kept. `held`: whether this pass does not
-    rebuild it. `counts`: whether its bytes count as kept or rebuilt. `why`, `of`: the reason why it is kept,
-    and the operator to which that applies."""
+    rebuild it. `counts`: whether its bytes count as kept or rebuilt. `cause`: why it is kept."""
 
     memory: int
     call: int
@@ -68,9 +67,8 @@ class Value(NamedTuple):
     held: bool
     counts: bool
     copied: bool
-    why: int
+    cause: tuple[int, str]
     inputs: list[int]
-    of: str
 
 
 class Timeline:
@@ -129,7 +127,7 @@ class Timeline:
     def wanted(self) -> set[int]:
         """The values that get a gradient. Within a user's `autograd.Function` autograd is off, so what its
         calls make on the way counts, too."""
-        wanted = {i for i, value in enumerate(self.values) if value.gradient & _WANTS}
+        wanted = {i for i, value in enumerate(self.values) if value.gradient & WANTS}
         for call in reversed(self.calls):
             if not call.grad_mode and any(out in wanted for out in call.outs):
                 wanted |= {read.value for read in call.reads if self.values[read.value].is_floating}
@@ -361,7 +359,7 @@ class _Gradients:
         """Note a value's gradient. A weight's stays, unless it is added to one; others stay until the
         backward pass of the call that made the value."""
         timeline, of = self.timeline, self.timeline.values[value]
-        if value in self.of or (of.call < 0 and of.gradient & _HAS_GRADIENT):
+        if value in self.of or (of.call < 0 and of.gradient & HAS_GRADIENT):
             return
         if gradient is None:
             gradient = self._new(size, moment)

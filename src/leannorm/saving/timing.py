@@ -35,7 +35,6 @@ class Timer:
         self._number, self._told, self._reached = number, told, False
         self._events = self._event(), None
         self.size = 0  # bytes of the first tensor
-        self.watching: Any = None  # an object that notes when the first saved value is gone
         self._start = clock()
 
     @staticmethod
@@ -46,7 +45,7 @@ class Timer:
         event.record()
         return event
 
-    def reach(self, _: object = None) -> None:
+    def reach(self) -> None:
         """Note that what was saved first is read, or gone."""
         if self._reached:
             return
@@ -93,7 +92,7 @@ class TimedPack:
         packed, timer = self._pack(tensor), self._timer
         if not is_parameter(tensor):
             timer.size = tensor.nbytes
-            self.hooks.replace(lambda: (self._pack, self._unpack))
+            self.hooks.replace(self._pack, self._unpack)
         if not self._is_first:
             return packed
         self._is_first = False

@@ -18,7 +18,7 @@ from leannorm.planning.loop import PLAN, Loop
 from leannorm.saving import limit, reasons
 from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.shards import has_ranks
-from leannorm.saving.small import AllKept
+from leannorm.saving.small import Seen
 from leannorm.saving.timing import Timer
 
 _NEAR = 0.75, 4 / 3  # of the first tensor's size: a pass in between is one of those that are measured
@@ -28,15 +28,11 @@ _MAX_PLACES = 4096
 @dataclass
 class Watch:
     """The passes at one place. `loop`: chooses the plans of the last pass's kind; None if it followed none.
-
-    `first`: bytes of that pass's first tensor. `nodes`: how many it made. `kept`: what plain passes keep.
-    """
+    `seen`: that pass."""
 
     loop: Loop | None = None
     plan: RebuildPlan | None = None
-    first: int = 0
-    nodes: int = 0
-    kept: AllKept | None = None
+    seen: Seen | None = None
     timers: list[Timer] = field(default_factory=list)  # those whose time is not known yet
     unmeasured: str | None = None  # why steps are not measured
 
@@ -68,7 +64,15 @@ class Watch:
 
     def bounds(self) -> tuple[float, float]:
         """The fewest and the most bytes that the first tensor of a plain pass may have."""
-        return _NEAR[0] * self.first, _NEAR[1] * self.first
+        first = 0 if self.seen is None else self.seen.first
+        return _NEAR[0] * first, _NEAR[1] * first
+
+    def left(self, nodes: int) -> RebuildPlan | None:
+        """The plan, after a plain pass with so many nodes. The next one follows a plan if that was not one of
+        those that are measured."""
+        if self.seen is not None and nodes > 2 * self.seen.nodes:
+            self.loop = None
+        return self.plan
 
     def reasons(self) -> list[str]:
         """Why steps are not measured, or take more than was asked."""

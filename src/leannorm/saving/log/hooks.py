@@ -35,6 +35,7 @@ from leannorm.saving.log.walk import decide, hold_again
 from leannorm.saving.reasons import NO_CAUSE, Why
 from leannorm.saving.shards import PLAIN, local_of, shared_as, spec_of
 from leannorm.saving.shards import counter_of as counter_of_shared
+from leannorm.saving.small import nodes_made
 from leannorm.saving.small import unpack as unpack_others
 from leannorm.saving.verify import check_equal
 
@@ -209,8 +210,7 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
             log.leaves[v] += 1
     planned = by.has_place(x, whole)
     drops, moves, cause = by.drops(x, tensor) if planned else (True, not by.chooses, NO_CAUSE)
-    if log.times is not None:
-        log.times.saved(log, by.alive, by.place if planned else -1, v, whole)
+    _note_save(log, by.place if planned else -1, v, whole)
     if not drops:
         if x.state == DROPPED:
             hold_again(log, v, alias_of(tensor))
@@ -230,6 +230,15 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         decide(log, v)
     if x.why == Why.NOT_AT_HAND and _is_made_by_checkpoint(whole):
         x.why, x.cause = Why.CHECKPOINTED, NO_CAUSE
+
+
+def _note_save(log: Log, place: int, v: int, tensor: Tensor) -> None:
+    """Note for a plan what is saved, and by which call's node: one saves arguments before its call is seen,
+    and results after it."""
+    x, node, last = log.values[v], tensor.grad_fn, len(log.calls) - 1
+    x.note_gradient(tensor)
+    is_result = x.call == last if node is None else node._sequence_nr() == nodes_made() - 1
+    log.saved.append((log.passes[-1].alive, place, v, last if is_result else last + 1))
 
 
 # ---------------------------------------------------------------- read back

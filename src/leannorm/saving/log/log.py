@@ -41,7 +41,6 @@ class Log:
         self.others: list[Any] = []  # weak references to tensors that the log cannot read
         self.policy = LEANEST
         self.passes: list[Any] = []  # the open ones, the innermost last
-        self.times: Any = None  # set if a plan is to be made from a pass
         self.measures = False  # whether an open pass has a goal, so that calls are timed
         self.spent: Spent | None = None  # what the step takes, if so
         self.recorder: Any = None  # the mode that writes the log, and later watches `exposed`
@@ -63,6 +62,9 @@ class Log:
         self.calls: list[Call] = []
         self.memories: list[Memory] = []
         self.by_storage: dict[int, int] = {}
+        self.living: list[Memory] = []  # those that had not been freed when the last call began
+        # what nodes have saved: the pass, the place in it, the value, and the node's call
+        self.saved: list[tuple[Alive, int, int, int]] = []
         self.listed: list[int] = []  # values that nodes have saved, in order
         self.saved_by = set[tuple[int, int]]()  # values, and the calls whose nodes have saved them
         self.leaves = Counter[int]()  # by value: how many `Saved` objects refer to its tensor themselves
@@ -117,13 +119,12 @@ class Log:
 
     def let_go(self) -> None:
         """Release the memories, so that their addresses may be used again."""
-        self.memories, self.by_storage = [], {}
+        self.memories, self.living, self.by_storage = [], [], {}
 
     def start_over(self) -> None:
         """Forget the calls of a pass whose saved tensors are all gone, such as one around a training loop."""
         self.settle()
         self._begin()
-        self.times = None if self.times is None else type(self.times)()
         self.others = [one for one in self.others if one() is not None]
 
     def backward_begins(self) -> None:
@@ -136,6 +137,13 @@ class Log:
             for one in self.passes:
                 one.note()
 
+    def note_freed(self) -> None:
+        """Note the memories that are gone when the next call begins, if a plan may be made."""
+        if any(one.may_plan for one in self.passes):
+            for memory in self.living:
+                memory.died = len(self.calls) if memory.expired() else -1
+            self.living = [memory for memory in self.living if memory.died < 0]
+
     def waits(self) -> bool:
         """Whether calls are not recorded yet, until the next node is made: they are parts of an operator that
         had begun before the log."""
@@ -146,7 +154,7 @@ class Log:
     def meets(self, what: int) -> None:
         """Have each open pass note what it met."""
         for one in self.passes:
-            one.has_met |= what
+            one.met |= what
 
     # ------------------------------------------------------------ values
 
@@ -162,6 +170,7 @@ class Log:
         memory = Memory(tensor.untyped_storage(), v)
         self.by_storage[memory.cdata] = len(self.memories)
         self.memories.append(memory)
+        self.living.append(memory)
         return v
 
     def value_of(self, tensor: Tensor, moved: int = 0) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from leannorm.saving.log.log import Alive, Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.recorder import THREAD, Recorder
 from leannorm.saving.log.spent import Spent
-from leannorm.saving.log.timeline import Times, reason_of, timeline_of
+from leannorm.saving.log.timeline import reason_of, timeline_of
 from leannorm.saving.log.values import DROPPED, HELD, Value
 from leannorm.saving.log.watch import expose
 from leannorm.saving.policy import Policy
@@ -24,25 +23,19 @@ if TYPE_CHECKING:
     from leannorm.saving.planned_pass import PlannedPass
 
 
-@dataclass(frozen=True)
-class RecordedTensors:
+class RecordedTensors(list[tuple[Any, ...]]):
     """What a pass keeps when it closes, which can be read even after a backward pass has freed it."""
-
-    tensors: list[tuple[Any, ...]]
 
     @property
     def held(self) -> int:
-        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self.tensors if not dropped)
+        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self if not dropped)
 
     @property
     def dropped(self) -> int:
-        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self.tensors if dropped)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+        return sum(nbytes for _, _, _, nbytes, dropped, *_ in self if dropped)
 
     def rows(self) -> list[tuple[Any, ...]]:
-        return self.tensors
+        return self
 
 
 def _row(log: Log, x: Value, instead: int = 0) -> tuple[Any, ...]:
@@ -80,7 +73,7 @@ class RecordedPass:
             if THREAD.recorder is None:
                 THREAD.recorder = Recorder()
             THREAD.recorder.start(log)
-        self.log, self._is_open, self.has_met = log, True, 0
+        self.log, self._is_open, self.met = log, True, 0
         self._noted: _Then | None = None
         with log:
             log.settle()
@@ -96,9 +89,6 @@ class RecordedPass:
         log, self.first, self.place = self.log, first, -1  # the place of the last tensor
         log.policy, self.alive.noted = self.policy, 0
         self.first_call, self.first_other = len(log.calls), len(log.others)
-        self.is_timed = self.way is not None  # whether a plan may be made from the step
-        if self.is_timed and log.times is None:
-            log.times = Times()
 
     def close(self) -> None:
         if not self._is_open:
@@ -110,7 +100,6 @@ class RecordedPass:
             hand_over(log)
             self._note_those_alone()
             log.passes.remove(self)
-            self._forget_times()
             if log.passes:
                 log.policy = log.passes[-1].policy
                 return
@@ -157,9 +146,7 @@ class RecordedPass:
     def note(self) -> None:
         """Note what the pass has saved, as a backward pass begins within it."""
         self.alive.noted = 0
-        self._noted = _Then(
-            self.saved(), self.seen(), self.places(), self.timeline() if self.is_timed else ()
-        )
+        self._noted = _Then(self.saved(), self.seen, self.places, self.timeline() if self.may_plan else ())
         self.alive.noted = self.alive.then = self.alive.now
         self.alive.backward_passes += 1
 
@@ -169,8 +156,7 @@ class RecordedPass:
         assert then is not None
         if self.log.spent is not None:
             self.log.spent.is_one = False
-        held, dropped = then.saved.held, then.saved.dropped
-        way.renew(held, dropped, then.places, then.timeline, self.seconds(), self.device())
+        way.renew(self)
         self._begin(min(self.first + then.seen, len(self.log.listed) - 1))
 
     # ------------------------------------------------------------ plans
@@ -195,37 +181,35 @@ class RecordedPass:
         self.place += 1
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
-        drops, moves, cause = way.drops((name, sizes, strides, tensor.dtype, x.number - self.first))
+        call = name, sizes, strides, tensor.dtype, x.number - self.first
+        drops, moves, cause, _ = way.ask(self.place, call)
         log.policy = self.policy if way.following.plan is None else self.policy.with_plan()
-        if not self.place and way.following.plan is not None:
-            self._forget_times()
         return drops, moves, cause
 
-    def _forget_times(self) -> None:
-        """Stop noting times for this pass; the log goes on if another open pass needs them."""
-        self.is_timed = False
-        if not any(one.is_timed for one in self.log.passes):
-            self.log.times = None
+    @property
+    def may_plan(self) -> bool:
+        """Whether a plan may be made from the step."""
+        return self.way is not None and self.way.following.whole
 
     # ------------------------------------------------------------ reports
 
+    missed = 0  # there is no limit
+
+    @property
     def packed(self) -> bool:
         return self.log.packs > self.first_pack
 
+    @property
     def seen(self) -> int:
         return len(self._saved_values()) if self._then is None else self._then.seen
 
-    def met(self) -> int:
-        return self.has_met
-
-    def missed(self) -> int:
-        return 0
-
+    @property
     def device(self) -> str:
         """The device of the largest saved tensor, which decides the rates of a plan."""
         saved = self._saved_values()
         return str(max(saved, key=lambda x: x.storage_bytes).made.device) if saved else "cpu"
 
+    @property
     def places(self) -> int:
         return self.place + 1 if self._then is None else self._then.places
 
@@ -235,7 +219,7 @@ class RecordedPass:
             return self._then.timeline
         with self.log as log:
             log.settle()
-            others = sum(other.nbytes for other, counts in self._others() if counts)
+            others = sum(nbytes for _, nbytes in self._others())
             return timeline_of(log, self.alive, self.first_call, others)
 
     def seconds(self) -> list[tuple[str, float]]:
@@ -243,6 +227,7 @@ class RecordedPass:
         calls = enumerate(self.log.calls[self.first_call :], self.first_call)
         return [(call.rule.name, self.log.seconds.get(i, 0.0)) for i, call in calls]
 
+    @property
     def spent(self) -> Spent | None:
         """What the step is going to take; None in a pass without a goal."""
         return self.log.spent
@@ -262,18 +247,17 @@ class RecordedPass:
                     instead[x.instead] += x.held.untyped_storage().nbytes()
             rows = [_row(log, x, instead[log.listed[x.number]]) for x in self._saved_values() if x.refs > 0]
             rows += [_row(log, x) for x in beside]
-            for other, counts in self._others():
-                nbytes = other.nbytes if counts else 0
+            for other, nbytes in self._others():
                 rows.append(("", list(other.sizes), other.dtype, nbytes, False, Why.NONE, False, ""))
         return RecordedTensors(rows)
 
-    def _others(self) -> Iterator[tuple[Any, bool]]:
-        """The tensors that the log cannot read, and whether each is the first that has its memory."""
+    def _others(self) -> Iterator[tuple[Any, int]]:
+        """The tensors that the log cannot read, and their bytes; 0 if an earlier one has the same memory."""
         places = {0}
         for reference in self.log.others[self.first_other :]:
             other = reference()
             if other is not None:
-                yield other, other.place == 0 or other.place not in places
+                yield other, other.nbytes if other.place == 0 or other.place not in places else 0
                 places.add(other.place)
 
 

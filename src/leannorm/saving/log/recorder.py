@@ -22,6 +22,7 @@ from leannorm.saving.log.tensors import geometry_of, is_plain
 from leannorm.saving.log.values import DROPPED, Call, Read
 from leannorm.saving.log.watch import copy_before_write, copy_exposed
 from leannorm.saving.operators import VIEW
+from leannorm.saving.timeline import WANTS
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
 COMPILED, OTHERS_HOOKS, FAILED = 1, 2, 16  # what a pass has met, as `Met` in log.h
@@ -189,8 +190,7 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
     if not log.alive and len(log.calls) > _MANY:
         log.start_over()
     number = len(log.calls)
-    if log.times is not None:
-        log.times.note_freed(log, number)
+    log.note_freed()
     unpack, usable = unpack_of_others(), not (_modes_below() or _inference())
     full, in_checkpoint = rule.full(args, kwargs), unpack is not None and is_of_checkpoint(unpack)
     call = Call(rule, full, len(args), tuple(kwargs), current(), in_checkpoint, usable)
@@ -200,7 +200,7 @@ def begin(log: Log, rule: Rule, args: Any, kwargs: Any) -> tuple[int, Writes]:
         log.meets(OTHERS_HOOKS)
     to_write = list(written(rule, full))
     for at, given in enumerate(full):
-        call.args[at] = _read_argument(log, number, call, at, given)
+        call.args[at] = _read_argument(log, call, at, given)
     writes: Writes = []
     for t in to_write:
         about_to_write(log, call, t, writes)
@@ -222,16 +222,16 @@ def _tensors(given: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _read_argument(log: Log, number: int, call: Call, at: int, given: Any) -> Any:
+def _read_argument(log: Log, call: Call, at: int, given: Any) -> Any:
     """Note the tensors in an argument; returns what the call keeps of it."""
     several = given if isinstance(given, (list, tuple)) else ()
     if isinstance(given, Tensor):
-        _read(log, number, call, at, -1, given)
+        _read(log, call, at, -1, given)
         return None
     if any(isinstance(one, Tensor) for one in several):
         for place, one in enumerate(several):
             if one is not None:
-                _read(log, number, call, at, place, one)
+                _read(log, call, at, place, one)
         return [None] * len(several)
     if isinstance(given, _UNREPEATED) or any(isinstance(one, (list, *_UNREPEATED)) for one in several):
         call.usable = False
@@ -239,7 +239,7 @@ def _read_argument(log: Log, number: int, call: Call, at: int, given: Any) -> An
     return given
 
 
-def _read(log: Log, number: int, call: Call, at: int, place: int, tensor: Tensor) -> None:
+def _read(log: Log, call: Call, at: int, place: int, tensor: Tensor) -> None:
     if not is_plain(tensor):
         call.usable = False
         return
@@ -251,9 +251,8 @@ def _read(log: Log, number: int, call: Call, at: int, place: int, tensor: Tensor
             call.usable = False
         else:
             x.call = -1
-    if log.times is not None:
-        log.times.read(number, len(call.reads), v, tensor)
-    call.reads.append(Read(at, place, v, None if same else shape))
+    x.note_gradient(tensor)
+    call.reads.append(Read(at, place, v, None if same else shape, tensor.requires_grad))
 
 
 def about_to_write(log: Log, call: Call, tensor: Tensor, writes: Writes) -> None:
@@ -292,8 +291,9 @@ def end(log: Log, number: int, writes: Writes, result: Any) -> None:
 
 def _made_by(log: Log, number: int, out: int, tensor: Tensor) -> None:
     if is_plain(tensor) and log.value_of(tensor) < 0:
-        v = log.new_memory(tensor, number)
+        v, call = log.new_memory(tensor, number), log.calls[number]
         log.values[v].out = out
-        log.calls[number].outs.append(v)
-        if log.times is not None:
-            log.times.made(log.calls[number], number, v, tensor)
+        call.outs.append(v)
+        # it has no graph yet, so what the call reads says whether it gets a gradient
+        if call.grad_mode and tensor.is_floating_point() and any(read.wants for read in call.reads):
+            log.values[v].gradient = WANTS

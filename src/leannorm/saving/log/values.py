@@ -17,6 +17,7 @@ from leannorm.saving.flags import Flags
 from leannorm.saving.log.rules import Rule
 from leannorm.saving.log.tensors import Geometry
 from leannorm.saving.reasons import NO_CAUSE, Cause, Why
+from leannorm.saving.timeline import HAS_GRADIENT, WANTS
 
 if TYPE_CHECKING:
     from leannorm.saving.log.log import Log
@@ -67,6 +68,12 @@ class Value:
     products: int = 0
     seen: int = 0  # the last walk that came here, and what it found
     can: bool = False
+    gradient: int = 0  # `WANTS`: it gets a gradient; `HAS_GRADIENT`: that is added to an existing one
+
+    def note_gradient(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            base = tensor if tensor._base is None else tensor._base
+            self.gradient |= WANTS | (HAS_GRADIENT if base.is_leaf and base.grad is not None else 0)
 
     def is_marked(self, log: Log) -> bool:
         """Whether the counter moved once more because a user's function called `mark_dirty` after its own
@@ -96,12 +103,13 @@ class Value:
 
 class Read(NamedTuple):
     """A tensor among a call's arguments. `place`: its index if the argument is a list, else -1. `shape`: None
-    if it is as the value was made."""
+    if it is as the value was made. `wants`: whether it requires a gradient."""
 
     at: int
     place: int
     value: int
     shape: Geometry | None
+    wants: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +147,7 @@ class Memory(StorageWeakRef):
         super().__init__(storage)
         self.current = current  # its value now
         self.sent = False  # whether messages arrive here; then nothing is rebuilt from it
+        self.died = -1  # the first call that began after it was freed, if a plan may be made
 
     def storage(self) -> torch.UntypedStorage | None:
         made: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.cdata)
