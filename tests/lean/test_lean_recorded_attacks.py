@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lean_cases import forget_trials, without_nodes
 
 from leannorm import lean
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.skipif(NODES is None, reason="the log is C++")
 
 
 @pytest.fixture(autouse=True)
-def recording():
+def recording(monkeypatch):
+    monkeypatch.setenv("LEANNORM_SMALL_BYTES", "-1")
     forget_trials()
 
 
@@ -203,7 +205,6 @@ COPIES = {  # and how many copies the backward pass makes
 @pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
 @pytest.mark.parametrize("program", COPIES, ids=lambda program: program.__name__)
 def test_a_copy_of_a_rebuilt_value_shares_its_memory(program, in_python, monkeypatch):
-    monkeypatch.setenv("LEANNORM_SMALL_BYTES", "-1")
     if in_python:
         without_nodes(monkeypatch)
         forget_trials()
@@ -221,3 +222,37 @@ def test_a_copy_of_a_rebuilt_value_shares_its_memory(program, in_python, monkeyp
         assert torch.equal(*found)
         assert saved.rebuilt_bytes > x.nbytes
     assert made == [0, COPIES[program]]
+
+
+def operators_seen(context, forward):
+    with torch.profiler.profile() as profile, context:
+        forward()
+    return [event.name for event in profile.events() if event.name.startswith("aten::")]
+
+
+def test_a_profiler_sees_the_operators_within_recorded_ones():
+    """The log itself does without them."""
+    x, weight = torch.randn(4, 8, 16, 16), torch.randn(8, 8, 3, 3, requires_grad=True)
+
+    def forward():
+        return F.batch_norm(F.conv2d(x, weight), None, None, training=True).mean()
+
+    for _ in range(3):
+        with lean("norm"):
+            loss = forward()
+        loss.backward()
+    plain = operators_seen(nullcontext(), forward)
+    assert operators_seen(lean("norm"), forward) == plain
+    assert plain.count("aten::empty") > 1
+
+
+def test_an_operator_that_raises_leaves_the_next_ones_seen():
+    x, weight = torch.randn(4, 8, 16, 16), torch.randn(8, 8, 3, 3, requires_grad=True)
+    for _ in range(3):
+        with lean("norm") as saved:
+            with pytest.raises(RuntimeError, match="channels"):
+                F.conv2d(x[:, :5], weight)
+            loss = F.silu(F.conv2d(x, weight).mul(2)).square().sum()
+        loss.backward()
+        assert saved.rebuilt_bytes > 0
+    assert "aten::exp" in operators_seen(nullcontext(), lambda: x.exp())

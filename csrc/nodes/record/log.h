@@ -246,12 +246,11 @@ struct Log {
     if (exposed) forget(*exposed, exposed->left);
   }
   int new_value(int memory, const Tensor& t, int call) {
-    Value made;
+    Value& made = values.emplace_back();
     made.memory = memory, made.call = call, made.made = Geometry::of(t);
     made.storage_bytes = static_cast<int64_t>(t.storage().nbytes());
     made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
     made.on = stream_of(made.made);
-    values.push_back(std::move(made));
     return static_cast<int>(values.size()) - 1;
   }
   int new_memory(const Tensor& t, int call) {
@@ -310,11 +309,10 @@ struct Log {
       return;
     }
     const bool is_result = calls[writer].rule->edits;  // otherwise the call writes it in addition to its results
-    Value made;
+    Value& made = values.emplace_back();
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes, made.on = stream_of(made.made);
     made.counter = memory.counter, made.version = memory.counter.current_version();
-    values.push_back(std::move(made));
     memory.current = static_cast<int>(values.size()) - 1;
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;
     // If autograd has not seen the write, nodes that have saved the memory read its new contents.
