@@ -30,7 +30,7 @@ SUBCLASS = (
 class Heads(TorchFunctionMode):
     """A mode in which heads return `Logits`, unless `refusal(weight)` returns a reason against it.
 
-    `gathered(weight)` tells how long the weight exists, if not always.
+    `gathered(weight)` returns how long the weight exists, if not always.
     """
 
     def __init__(
