@@ -87,7 +87,7 @@ def capture(library, graph, pool=1):
 
 
 def print_found(cases, chosen):
-    """Run the cases, (function, *arguments) by name, and print what they return as JSON, or their error.
+    """Run the cases, (function, *arguments) by name, print what they return as JSON, or their error, and end.
 
     `chosen(name)`: whether a case runs.
     """
@@ -99,7 +99,17 @@ def print_found(cases, chosen):
             found[case] = run(*arguments)
         except Exception as error:
             found[case] = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found))
+    print_and_end(found)
+
+
+def print_and_end(found):
+    """Print it as JSON, and end the process at once.
+
+    Autograd's thread of the device may still free what the last backward pass left. Python ends threads that
+    want its lock while it shuts down, and C++ takes that for a crash.
+    """
+    print(json.dumps(found), flush=True)
+    os._exit(0)
 
 
 def found_by(script, *options):
