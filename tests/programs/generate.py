@@ -32,6 +32,14 @@ _SETTINGS = [
 ]
 
 
+def _has_graph(t):
+    """Whether autograd answers: of one of several views it does not, once their base was edited."""
+    try:
+        return t.is_leaf or t.grad_fn is not None
+    except RuntimeError:
+        return False
+
+
 class Maker:
     """A program in the making. `rng` decides everything."""
 
@@ -75,7 +83,7 @@ class Maker:
         return [
             name
             for name, t in self.names.items()
-            if isinstance(t, Tensor) and t.is_floating_point() and t.dim() and fits(t)
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dim() and _has_graph(t) and fits(t)
         ]
 
     def tensor(self, fits=lambda t: True):
