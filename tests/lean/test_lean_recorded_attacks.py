@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lean_cases import forget_trials, without_nodes
+from torch.utils.checkpoint import checkpoint
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
@@ -256,3 +257,24 @@ def test_an_operator_that_raises_leaves_the_next_ones_seen():
         loss.backward()
         assert saved.rebuilt_bytes > 0
     assert "aten::exp" in operators_seen(nullcontext(), lambda: x.exp())
+
+
+@pytest.mark.parametrize("in_python", [False, True], ids=["C++", "Python"])
+def test_a_copy_for_user_code_has_the_strides_of_a_part(in_python, monkeypatch):
+    """A reentrant checkpoint computes again from it: kernels may compute other bits from another layout."""
+    if in_python:
+        without_nodes(monkeypatch)
+        forget_trials()
+    x, seen = torch.randn(5, 64, 48, requires_grad=True), []
+
+    def function(a):
+        seen.append(a.stride())
+        return F.mish(a)
+
+    for _ in range(3):
+        with lean("norm") as saved:
+            y = F.silu(x)[:, 1:-1]
+            loss = checkpoint(function, y, use_reentrant=True).sum()
+        assert saved.rebuilt_bytes > 0
+        loss.backward()
+    assert set(seen) == {y.stride()}

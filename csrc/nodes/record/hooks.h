@@ -282,6 +282,11 @@ inline bool is_of_others(const Log& log, int v) {
   return false;
 }
 
+// A copy with the same strides: kernels may compute other bits from another layout.
+inline Tensor copy_for_user(const Tensor& t) {
+  return t.is_non_overlapping_and_dense() ? t.clone() : copy_of(t, Geometry::of(t));
+}
+
 inline Tensor rebuilt(SavedObject& s) {
   Log& log = *s.log;
   Value& x = log.values[s.value];
@@ -305,7 +310,7 @@ inline Tensor rebuilt(SavedObject& s) {
   t = shown(t, s.geometry ? *s.geometry : log.values[s.value].made);
   if (dropped && s.original.defined())
     python().compare(t, s.original, log.calls[log.values[s.value].call].rule->name, s.layer);
-  return (dropped || read_back || log.values[s.value].elsewhere) && read_by_user() ? t.clone() : t;
+  return (dropped || read_back || log.values[s.value].elsewhere) && read_by_user() ? copy_for_user(t) : t;
 }
 
 // A backward pass may begin before the open passes close. They note what it is going to free.

@@ -22,6 +22,7 @@ from leannorm.saving.log.tensors import (
     Geometry,
     alias_of,
     beside,
+    copy_of,
     counter_of,
     geometry_of,
     is_plain,
@@ -288,7 +289,11 @@ def _rebuilt(saved: Saved, log: Log) -> Tensor:
     tensor = shown(tensor, saved.shape or x.made)
     if dropped and saved.original is not None:
         check_equal(tensor, saved.original, log.calls[x.call].rule.name, saved.layer or "")
-    return tensor.clone() if other and _read_by_user() else tensor
+    if not (other and _read_by_user()):
+        return tensor
+    # a clone() of a part has other strides, for which kernels may compute other bits
+    made = tensor.clone()
+    return made if made.stride() == tensor.stride() else copy_of(tensor, geometry_of(tensor))
 
 
 @left_to_python
