@@ -314,13 +314,20 @@ class SharingRun(HookedRun):
 class CopyingRun(SharingRun):
     """Stock autograd that keeps copies: what it computes where stock refuses because of a later edit.
 
-    Leaves are kept as they are: edits of theirs through .data are seen by stock's backward pass.
+    An edit through .data changes no version, so that stock's backward pass sees it; as in stock, leaves are
+    never read from copies.
     """
 
     def pack(self, tensor):
+        alias = super().pack(tensor)
         if is_leaf(tensor if tensor._base is None else tensor._base):
-            return super().pack(tensor)
-        return tensor.detach().clone(memory_format=torch.preserve_format)
+            return alias, alias, alias._version
+        return alias, tensor.detach().clone(memory_format=torch.preserve_format), alias._version
+
+    @staticmethod
+    def unpack(packed):
+        alias, copy, version = packed
+        return alias if alias._version == version else copy
 
 
 class _Packed:
