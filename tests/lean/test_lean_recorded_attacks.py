@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import forget_trials, without_nodes
+from lean_cases import Overwrites, forget_trials, without_nodes
 from torch.utils.checkpoint import checkpoint
 
 from leannorm import lean
@@ -174,20 +174,6 @@ def copy_of_a_part(x):
     return a[:32].clone().sin().sum() * a.exp()
 
 
-class Overwrites(torch.autograd.Function):
-    """Its backward writes into what it has saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return g * x.cos_()
-
-
 def copy_for_one_who_overwrites(x):
     a = x * 0.5
     return Overwrites.apply(a.clone()) * a.exp()
@@ -278,3 +264,81 @@ def test_a_copy_for_user_code_has_the_strides_of_a_part(in_python, monkeypatch):
         assert saved.rebuilt_bytes > 0
         loss.backward()
     assert set(seen) == {y.stride()}
+
+
+KERNEL, WEIGHT = torch.randn(8, 8, 3, 3), torch.randn(64, 64, requires_grad=True)
+
+
+def block(x):
+    return F.silu(F.conv2d(F.silu(x * 1.5), KERNEL, padding=1)).square()
+
+
+def products(x):
+    return torch.addmm(WEIGHT[0], F.silu(x.reshape(-1, 64)), WEIGHT).sin()
+
+
+def products_under_autocast(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return products(x * 1.5).float()
+
+
+def under_a_transform(x):
+    return torch.func.vmap(lambda z: block(x) * z)(torch.ones(2))
+
+
+def under_hooks_that_write(x):
+    """They are user code within an operator, and plain PyTorch reads what they wrote."""
+    y = x * 1.5
+    z = y.sin()
+
+    def pack(t):
+        y.data.mul_(3)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        a = F.conv2d(x, KERNEL, padding=1)
+    return z + a + F.silu(x * 2)
+
+
+def copied_by_autograd(x):
+    """It works in place, so autograd copies its argument for the gradient."""
+    return (x * 1.5).renorm_(2, 0, 1.0).exp()
+
+
+PROGRAMS = (
+    block,
+    products,
+    products_under_autocast,
+    under_a_transform,
+    under_hooks_that_write,
+    copied_by_autograd,
+)
+
+
+@pytest.mark.filterwarnings("ignore:leannorm. (torch admitted|other saved-tensor hooks)")
+@pytest.mark.parametrize(
+    "program",
+    PROGRAMS,
+    ids=lambda program: program.__name__,
+)
+def test_what_a_call_hides_changes_nothing(program):
+    """A profiler shows all operators to the log, too."""
+    x = torch.randn(4, 8, 16, 16)
+    for _ in range(3):  # so that operators are known to use others
+        with lean("norm"):
+            leaf = x.clone().requires_grad_()
+            loss = sum(known(leaf).sum() for known in (block, products, copied_by_autograd))
+        loss.backward()
+    found = []
+    for context in (nullcontext(), torch.profiler.profile()):
+        forget_trials()
+        leaf = x.clone().requires_grad_()
+        with context, lean("norm") as saved:
+            loss = program(leaf).sum()
+        loss.backward()
+        found.append((saved.kept_bytes, saved.rebuilt_bytes, leaf.grad))
+    plain = x.clone().requires_grad_()
+    program(plain).sum().backward()
+    assert found[0][:2] == found[1][:2]
+    assert found[0][1] > 0
+    assert all(torch.equal(plain.grad, grad) for *_, grad in found)

@@ -11,7 +11,7 @@
 namespace leannorm::recording {
 
 inline thread_local Rules rules;
-inline thread_local int parts = 0;  // calls that the current logged call has made so far
+inline thread_local int parts = 0;  // how many operators the call that began last has used below autograd
 
 struct Opened : at::ObserverContext {
   std::shared_ptr<Log> log;
@@ -129,14 +129,14 @@ inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inp
 inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn);
 inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& fn);
 
-constexpr int kParts = 2;  // calls within a call: to hide fewer takes longer than to see them
+constexpr int kParts = 2;  // to hide fewer takes longer than to see them
 
-// Whether the calls within this one need not be seen: torch collects the arguments of each. A profiler would miss them, and so
-// would code of others that runs within the call.
+// Whether observation may pause while this call runs, so that torch does not collect the arguments of the operators that it uses.
+// Each condition is one under which somebody needs to see them: autocast's casts and transforms' calls are logged themselves.
 inline bool may_hide(const Call& call, const c10::impl::LocalDispatchKeySet& keys) {
   constexpr c10::DispatchKeySet transforms({c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode,
                                             c10::DispatchKey::FuncTorchVmapMode, c10::DispatchKey::Functionalize, c10::DispatchKey::Python});
-  if (!call.rule->whole || call.rule->parts < kParts || call.rule->calls || !call.usable || keys.included_.has_any(transforms)) return false;
+  if (!call.rule->whole || call.rule->parts < kParts || !call.usable || keys.included_.has_any(transforms)) return false;
   if (!keys.excluded_.has_all(c10::autocast_dispatch_keyset) || are_hooks_of_others()) return false;
   if (at::hasGlobalCallbacks()) return false;
   const auto& callbacks = at::get_record_function_tls_().sorted_tls_callbacks_;
@@ -163,7 +163,6 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   if (log.alive == 0 && log.open.empty() && log.calls.size() > kMany) log.start_over();
   const int number = static_cast<int>(log.calls.size());
   if (log.may_plan) note_freed(log, number);
-  if (!log.open.empty()) log.calls[log.open.back()].rule->calls = true;
   log.calls.emplace_back();
   log.calls.back().rule = rule, log.calls.back().usable = false;  // until all of its arguments have been read
   Call call;
@@ -208,16 +207,17 @@ inline void read_results(const at::RecordFunction& fn, Opened* const opened) {
   Log& log = *opened->log;
   const Log::Lock lock(log);
   const int number = opened->call;
-  if (number < static_cast<int>(log.calls.size())) {
+  const bool is_known = number < static_cast<int>(log.calls.size());
+  if (is_known) {
     auto& most = log.calls[number].rule->parts;
     most = std::max<int>(most, std::exchange(parts, 0));
   }
-  if (log.measures && number < static_cast<int>(log.calls.size())) {
+  if (is_known && log.measures) {
     log.seconds.resize(log.calls.size());
     const double taken = clock_now() - log.in_hooks - opened->start;
     log.seconds[number] = static_cast<float>(taken), log.in_hooks += taken;  // it is no time of a call around it
   }
-  const bool is_there = !log.closed && number < static_cast<int>(log.calls.size());
+  const bool is_there = is_known && !log.closed;
   for (const int memory : is_there ? log.calls[number].writing : decltype(Call::writing)())
     if (Value& x = log.values[log.memories[memory].current]; log.is_in_mode(memory, x)) x.version = x.counter.current_version();
   while (!log.open.empty() && log.open.back() >= number) log.open.pop_back();

@@ -64,7 +64,6 @@ struct Rule {
   bool varies = false;      // its threads on a device add in any order
   bool whole = false;       // it is torch's, and calls other operators below autograd only
   std::atomic<int> parts = 0;  // how many others it has called below autograd, at most
-  std::atomic<bool> calls = false;  // whether it has called others that are logged
   int dropout = -1;         // the argument that is dropout's probability
   bool by_statistics = false;  // batch norm, which is rebuilt with the scale and shift that follow from its statistics
 };
