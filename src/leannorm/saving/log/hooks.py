@@ -211,7 +211,8 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
             log.leaves[v] += 1
     planned = by.has_place(x, whole)
     drops, moves, cause = by.drops(x, tensor) if planned else (True, not by.chooses, NO_CAUSE)
-    _note_save(log, by.place if planned else -1, v, whole)
+    if log.may_plan:
+        _note_save(log, by.place if planned else -1, v, whole)
     if not drops:
         if x.state == DROPPED:
             hold_again(log, v, alias_of(tensor))

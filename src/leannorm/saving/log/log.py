@@ -41,6 +41,7 @@ class Log:
         self.others: list[Any] = []  # weak references to tensors that the log cannot read
         self.policy = LEANEST
         self.passes: list[Any] = []  # the open ones, the innermost last
+        self.may_plan = True  # whether a plan may be made from an open pass, as of the last call
         self.measures = False  # whether an open pass has a goal, so that calls are timed
         self.spent: Spent | None = None  # what the step takes, if so
         self.recorder: Any = None  # the mode that writes the log, and later watches `exposed`
@@ -139,7 +140,8 @@ class Log:
 
     def note_freed(self) -> None:
         """Note the memories that are gone when the next call begins, if a plan may be made."""
-        if any(one.may_plan for one in self.passes):
+        self.may_plan = any(one.may_plan for one in self.passes)
+        if self.may_plan:
             for memory in self.living:
                 memory.died = len(self.calls) if memory.expired() else -1
             self.living = [memory for memory in self.living if memory.died < 0]

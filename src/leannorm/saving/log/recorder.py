@@ -251,7 +251,8 @@ def _read(log: Log, call: Call, at: int, place: int, tensor: Tensor) -> None:
             call.usable = False
         else:
             x.call = -1
-    x.note_gradient(tensor)
+    if log.may_plan:
+        x.note_gradient(tensor)
     call.reads.append(Read(at, place, v, None if same else shape, tensor.requires_grad))
 
 
@@ -295,5 +296,10 @@ def _made_by(log: Log, number: int, out: int, tensor: Tensor) -> None:
         log.values[v].out = out
         call.outs.append(v)
         # it has no graph yet, so what the call reads says whether it gets a gradient
-        if call.grad_mode and tensor.is_floating_point() and any(read.wants for read in call.reads):
+        if (
+            log.may_plan
+            and call.grad_mode
+            and tensor.is_floating_point()
+            and any(read.wants for read in call.reads)
+        ):
             log.values[v].gradient = WANTS
