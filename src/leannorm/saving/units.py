@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -71,22 +72,22 @@ def is_of_flat(tensor: Tensor) -> bool:
     return bool(getattr(tensor._base, "_is_flat_param", False))
 
 
-_STEPS = dict[int, int]()
+@cache
+def _steps() -> Counter[int]:
+    """How many steps of optimizers each parameter, by its id, has had since this was first called."""
+    steps = Counter[int]()
 
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        steps.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
-def _count_steps(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            _STEPS[id(p)] = _STEPS.get(id(p), 0) + 1
+    register_optimizer_step_post_hook(count)
+    return steps
 
 
 def _edits(shard: Tensor) -> tuple[int, ...]:
     """Changes if the shard is edited: fused and foreach steps of optimizers leave a DTensor's version."""
-    if not _STEPS:
-        _STEPS[0] = 0
-        register_optimizer_step_post_hook(_count_steps)
     local = local_of(shard)
-    return shard._version, 0 if local is None else local._version, _STEPS.get(id(shard), 0)
+    return shard._version, 0 if local is None else local._version, _steps()[id(shard)]
 
 
 def _modules() -> Any:
