@@ -62,6 +62,7 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.models --json benchmarks/results/models_cpu.json
 	$(BIN)/python -m benchmarks.models resnet50 --against-compile --json benchmarks/results/models_compile_cpu.json
 	$(BIN)/python -m benchmarks.lean_compiled
+	$(BIN)/python -m benchmarks.lean_compiled resnet50 vit_small_patch16_224 'llama_large bfloat16' --settings 'torch .5'
 	$(BIN)/python -m benchmarks.lean_host --json benchmarks/results/lean_host.json
 	$(BIN)/python -m benchmarks.calls --json benchmarks/results/calls.json
 	LEANNORM_BUILD_NODES=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --upgrade --target build/bare .

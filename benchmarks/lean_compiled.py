@@ -107,9 +107,10 @@ def subject(name: str) -> Subject:
     if name == "unet3d":
         return Subject(UNet3d(), torch.randn(2, 1, 32, 48, 48), _mean_square)
     if name.startswith("llama"):
-        from benchmarks.lean_transformers import MODELS, SMALL
+        from benchmarks.lean_transformers import LARGE, MODELS, SMALL
 
-        model, inputs, _ = MODELS["llama"](SMALL._replace(tokens=(4, 256)))
+        sizes = LARGE if name.startswith("llama_large") else SMALL._replace(tokens=(4, 256))
+        model, inputs, _ = MODELS["llama"](sizes)
         return Subject(model, inputs, lambda out: out.loss)
     import timm
 
@@ -119,6 +120,7 @@ def subject(name: str) -> Subject:
         "mobilenetv3_small_100": lambda: _images(timm.create_model(name, num_classes=10), 16, 3, 160, 160),
         "convnext_tiny": lambda: _images(timm.create_model(name, num_classes=10), 4, 3, 160, 160),
         "vit_tiny": lambda: _images(timm.create_model("vit_tiny_patch16_224", depth=6), 4, 3, 224, 224),
+        "vit_small_patch16_224": lambda: _images(timm.create_model(name, num_classes=10), 4, 3, 224, 224),
     }
     return made[name]()
 
@@ -127,6 +129,7 @@ MODELS = (
     "resnet18", "resnet50", "mobilenetv3_small_100", "convnext_tiny", "vit_tiny", "unet3d", "llama bfloat16",
     "llama float32",
 )  # fmt: skip
+BY_NAME = ("vit_small_patch16_224", "llama_large bfloat16")  # of the first screen, in its sizes
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -283,7 +286,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "models", nargs="*", choices=[*MODELS, []], metavar="MODEL", help="all, if none is named"
+        "models", nargs="*", choices=[*MODELS, *BY_NAME, []], metavar="MODEL", help="all but two"
     )
     parser.add_argument(
         "--settings", nargs="*", choices=list(SETTINGS), metavar="SETTING", default=list(SETTINGS)
