@@ -10,6 +10,7 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm import lean
+from leannorm.saving import rows
 from leannorm.saving.remembered import nothing_remembered
 
 pytestmark = [
@@ -199,3 +200,23 @@ def test_two_steps_within_one_pass_say_nothing():
                 Backward.apply(net(x), 0.3).backward()
         plans.append(saved.plan)
     assert plans[-1].ratio == plans[1].ratio > 0.5
+
+
+def test_rows_of_a_log_softmax_are_rebuilds(with_and_without_nodes, monkeypatch):
+    if not with_and_without_nodes:
+        pytest.skip("the log in Python rebuilds a log-softmax as a whole")
+    found, source_of_rows = [], rows.Source.source_of_rows
+
+    def noted(self):
+        made = source_of_rows(self)
+        found.append((made[2], made[2].rebuilding))
+        return made
+
+    monkeypatch.setattr(rows.Source, "source_of_rows", noted)
+    head, labels = torch.randn(32, 8192, requires_grad=True), torch.randint(0, 8192, (64,))
+    for _ in range(2):  # the second pass follows the plan of the first
+        with lean(budget=0.3):
+            loss = nn.functional.cross_entropy(torch.randn(64, 32) @ head, labels)
+        loss.backward()
+        spent, before = found[-1]
+        assert spent.rebuilding > before

@@ -153,3 +153,41 @@ def test_nothing_is_watched_when_it_is_over(end):
         ).sum()
     assert recorded_pass.LOG.exposed() == 0  # nobody has what it is made of
     loss.backward()
+
+
+def normalized(x, weight):
+    """A batch norm's output, and the statistics that it saves for the backward pass."""
+    return torch.native_batch_norm(x * 1.5, weight, None, None, None, True, 0.1, 1e-5)
+
+
+def test_statistics_that_nobody_else_has_are_not_watched():
+    """A norm's output is rebuilt from them, and to watch writes costs every operator of a backward pass."""
+    x, weight = torch.randn(64, 8, 8, 8), torch.ones(8, requires_grad=True)
+    for _ in range(3):
+        with lean("norm") as saved:
+            loss = F.relu(normalized(x, weight)[0]).exp().sum()
+        assert saved.rebuilt_bytes > 0
+        assert recorded_pass.LOG.exposed() == 0
+        loss.backward()
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["mean", "invstd"])
+def test_statistics_that_somebody_has_may_be_edited(which, with_and_without_nodes):
+    """The log in Python does not watch them: then the edit is an error."""
+    x = torch.randn(64, 8, 8, 8)
+
+    def train(context):
+        weight = torch.ones(8, requires_grad=True)
+        with context():
+            y = normalized(x, weight)
+            statistics, loss = y[which], F.relu(y[0]).exp().sum()
+        del y
+        statistics.data.mul_(2)
+        return torch.autograd.grad(loss, weight)[0]
+
+    for _ in range(3):
+        if with_and_without_nodes:
+            assert torch.equal(train(nullcontext), train(norm))
+        else:
+            with pytest.raises(RuntimeError, match="edit a copy of it"):
+                train(norm)

@@ -347,7 +347,8 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
-// For saving/rows.py: `skip` notes that a reader needs no rebuild, and `rows_of` returns what the rows are computed from.
+// For saving/rows.py: `skip` notes that a reader needs no rebuild, and `rows_of` returns what the rows are computed from, the
+// casts in between, and where to note the time that they take.
 inline PyObject* skip(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   auto& s = *reinterpret_cast<SavedObject*>(given);
@@ -365,7 +366,7 @@ inline PyObject* rows_of(PyObject*, PyObject* given) {
   Replay(*s.log).used(s.value);
   py::list casts;
   for (const at::ScalarType to : source.casts) casts.append(dtype_of(to));
-  return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(source.rows)), casts).release().ptr();
+  return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(source.rows)), casts, s.log->spent).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};

@@ -3,6 +3,7 @@
 // so it is set only while there is such memory.
 #pragma once
 
+#include "freed.h"
 #include "recorder.h"
 
 #include <torch/csrc/autograd/engine.h>
@@ -75,7 +76,8 @@ inline void expose(const std::shared_ptr<Log>& log) {
     if (x.exposed || x.state != Value::kHeld || x.copied || x.lost || x.code || x.refs <= x.saves || x.weight || !x.held.defined()) return;
     c10::StorageImpl* memory = x.elsewhere ? x.elsewhere->memory._unsafe_get_target() : x.held.storage().unsafeGetStorageImpl();
     const size_t owners = x.elsewhere ? x.elsewhere->memory.use_count() : x.held.storage().use_count() - 1;
-    if (owners == 0 || (log->gathers && x.call < 0 && gathered(*log, x.held) > 0) || !made->values.emplace(memory, v).second) return;
+    if (owners == 0 || is_ours_alone(*log, v) || (log->gathers && x.call < 0 && gathered(*log, x.held) > 0)) return;
+    if (!made->values.emplace(memory, v).second) return;
     x.exposed = true;
   };
   for (const Call& call : log->calls) {

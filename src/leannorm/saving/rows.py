@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from time import perf_counter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -132,9 +133,10 @@ class Source:
         tensor: Tensor = NODES.record_unpack_now(self._saved)
         return tensor
 
-    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype]]:
-        """The tensor from whose rows these are made, and the casts in between. It can be read once."""
-        made: tuple[Tensor, list[torch.dtype]] = NODES.record_rows_of(self._saved)
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype], Any]:
+        """The tensor from whose rows these are made, the casts in between, and what the step has spent, if
+        that is measured. It can be read once."""
+        made: tuple[Tensor, list[torch.dtype], Any] = NODES.record_rows_of(self._saved)
         return made
 
 
@@ -256,12 +258,19 @@ def _gradient_of(
     alone = gradient._base is None and owners == _owners_when_alone() and _of_torch(gradient)
     width = value.shape[-1]
     with without_autocast():
-        source, casts = value.source_of_rows()
+        source, casts, spent = value.source_of_rows()
         out = gradient if alone else torch.empty_like(gradient)
         x, g, made = (t.reshape(-1, width) for t in (source, gradient, out))
+        seconds = 0.0
         for start, stop in _parts(value.shape, value.device):
+            began = perf_counter()
             part = x[start:stop]
             for to in casts:
                 part = part.to(to)
-            made[start:stop] = _GRADIENT(g[start:stop], torch.log_softmax(part, 1), 1, dtype)
+            part = torch.log_softmax(part, 1)
+            seconds += perf_counter() - began
+            made[start:stop] = _GRADIENT(g[start:stop], part, 1, dtype)
+            del part  # before the next one is made
+        if spent is not None:
+            spent.rebuilding += seconds
     return out
