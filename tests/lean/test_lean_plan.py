@@ -10,7 +10,7 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm.planning.goal import Goal
-from leannorm.saving import lean, plans
+from leannorm.saving import lean, plans, reasons
 from leannorm.saving.plan import plan
 from leannorm.saving.policy import CONV, LEANEST
 
@@ -262,14 +262,17 @@ def test_a_nan_tells_nothing_of_the_numbers_that_follow():
 
 def test_an_old_plan_does_not_keep_passes_of_another_from_theirs():
     """What begins alike follows no plan once for it, when it is made again, and then its own plan again."""
-    model, without_plan = Norms(), []
+    model, without_plan, told = Norms(), [], []
     for depth in (6, 6, 2, 2, 2, 2, 2, *[6] * 20, *[2] * 20):
         model.depth = depth
-        ((share, _),) = steps_of(model, [torch.randn(256, 64)], budget=0.6)
+        ((share, saved),) = steps_of(model, [torch.randn(256, 64)], budget=0.6)
         without_plan.append(share < 0.4)  # such a pass rebuilds all that it can
+        told.append(reasons.BEGAN_AS_ANOTHER in saved.reasons)
     assert without_plan[0]
     assert sum(without_plan[-20:]) <= 4
     assert not any(without_plan[-4:])
+    assert told.index(True) == 7  # the first of those with depth 6 again
+    assert sum(told) <= 2
 
 
 @pytest.mark.usefixtures("with_and_without_nodes")

@@ -137,6 +137,7 @@ class Following:
         self._old: _Made | None = None  # the plans that this pass replaces, so that it follows none
         self.whole = True  # whether the pass followed no plan from its first tensor on
         self._strayed = False  # whether no plan fitted any more
+        self._began_as_another = False  # whether its first tensors followed another pass's plan
 
     def for_another_step(self) -> Following:
         """A new `Following` for another step of the same pass."""
@@ -152,7 +153,7 @@ class Following:
             self._follow(None if self._old is not None else best)
             self.whole = self.plan is None
         elif entry is not None and not self._fits(entry, calls, last):
-            known = self._known(calls)
+            known, self._began_as_another = self._known(calls), True
             self._follow(self._best(known, calls))
             if self.entry is None:
                 self._stray(known)
@@ -201,7 +202,9 @@ class Following:
         made.follows += 1
         told = None
         if share > _PROMISED[0] * ratio + _PROMISED[1] and not entry.plan.is_dear:
-            if made.calls != calls:  # these sizes need a plan of their own
+            if self._began_as_another:
+                told = reasons.BEGAN_AS_ANOTHER
+            elif made.calls != calls:  # these sizes need a plan of their own
                 known.whole = max(known.whole, 1)
             else:
                 made.misses += 1

@@ -56,7 +56,7 @@ class Rates(NamedTuple):
 
 
 _GB, _T = 1e9, 1e12
-_IN_CPP = 10e-6  # seconds of either hook, if it is C++
+_IN_CPP = 10e-6  # seconds of `hold` and of `rebuild`, where the hooks are C++
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # of one core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
@@ -69,9 +69,14 @@ _CUDA = {
 }
 
 
-@lru_cache
 def table(device: torch.device) -> Rates:
     """The row of the table for this device: the same in every run and on every rank."""
+    row = _row(device)
+    return row if NODES is None else row._replace(hold=_IN_CPP, rebuild=_IN_CPP)
+
+
+@lru_cache
+def _row(device: torch.device) -> Rates:
     if device.type == "cuda" and torch.cuda.is_available():
         major = torch.cuda.get_device_capability(device)[0]
         return _CUDA[min(max(major, min(_CUDA)), max(_CUDA))]
@@ -84,15 +89,8 @@ def table(device: torch.device) -> Rates:
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
     """Measured rates if the goal promises a time; else those of the table, so that equal passes have equal
-    plans.
-
-    A goal with an overhead counts the hooks' price too, and the table has only that of hooks in Python.
-    """
-    if goal.promises_time:
-        return measured(device)
-    in_cpp = NODES is not None and goal.overhead is not None
-    rates = table(device)
-    return rates._replace(hold=_IN_CPP, rebuild=_IN_CPP) if in_cpp else rates, None
+    plans."""
+    return measured(device) if goal.promises_time else (table(device), None)
 
 
 def of_table_alone() -> bool:

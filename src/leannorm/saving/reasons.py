@@ -151,6 +151,11 @@ STRAYED = (
     " it can, and a plan is made from one of the next passes"
 )
 
+BEGAN_AS_ANOTHER = (
+    "more is kept than planned, since the pass began like another one, and followed that one's plan until the"
+    " two differed"
+)
+
 OF_THE_PASS = {
     BENCHMARK,
     COMPILED,
@@ -317,7 +322,7 @@ def budget_out_of_reach(goal: Goal, ratio: float, compiled: bool = False) -> str
 WARNED: set[str] = set()
 """The causes that this process was warned of."""
 
-_IN_ORDER = {SMALL, COMPARED, STRAYED, FREED_WITHIN}  # nobody needs to act on these
+_IN_ORDER = {SMALL, COMPARED, STRAYED, BEGAN_AS_ANOTHER, FREED_WITHIN}  # nobody needs to act on these
 _UNASKED = "overhead=", "plain lean()", "half of the bytes"  # nor on these: as much as possible was done
 
 
