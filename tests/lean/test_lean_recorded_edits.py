@@ -191,3 +191,36 @@ def test_statistics_that_somebody_has_may_be_edited(which, with_and_without_node
         else:
             with pytest.raises(RuntimeError, match="edit a copy of it"):
                 train(norm)
+
+
+class Two(torch.autograd.Function):
+    """Two results of one tensor, which it alone saves, and into which its backward pass writes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 1.5
+        ctx.save_for_backward(y)
+        return y.sin(), y.cos()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (y,) = ctx.saved_tensors
+        gradient = 1.5 * first * y.cos()
+        y.data.mul_(2)
+        return gradient
+
+
+def test_a_backward_pass_may_write_into_what_it_alone_has_saved():
+    def train(context):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with context():
+            first, second = Two.apply(x)
+            a, b = first.sum(), second.square().sum()
+        return (*torch.autograd.grad(a, x), *torch.autograd.grad(b, second))
+
+    for _ in range(3):
+        assert all(map(torch.equal, train(nullcontext), train(norm)))
+    with norm() as saved:
+        second = Two.apply(torch.randn(64, 64, requires_grad=True))[1]
+        second.square().sum().backward()
+    assert saved.rebuilt_bytes > 0

@@ -66,9 +66,10 @@ inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& 
   return nullptr;
 }
 
-// Finds the memory that a closed log needs and that other code has too. Three kinds are left out. An edit of what a call's own
-// node saved is an error in plain PyTorch while the call's result is in use. Parameters are edited only after the backward
-// pass. Gathered weights are freed and get the same contents again, and a copy would be made while they are freed.
+// Finds the memory that a closed log needs and that other code has too. Four kinds are left out. An edit of what a call's own
+// node saved is an error in plain PyTorch while the call's result is in use. Statistics that a norm's node alone has saved
+// are read by torch alone. Parameters are edited only after the backward pass. Gathered weights are freed and get the same
+// contents again, and a copy would be made while they are freed.
 inline void expose(const std::shared_ptr<Log>& log) {
   auto made = std::make_shared<Exposed>();
   const auto look = [&](int v) {
@@ -76,17 +77,17 @@ inline void expose(const std::shared_ptr<Log>& log) {
     if (x.exposed || x.state != Value::kHeld || x.copied || x.lost || x.code || x.refs <= x.saves || x.weight || !x.held.defined()) return;
     c10::StorageImpl* memory = x.elsewhere ? x.elsewhere->memory._unsafe_get_target() : x.held.storage().unsafeGetStorageImpl();
     const size_t owners = x.elsewhere ? x.elsewhere->memory.use_count() : x.held.storage().use_count() - 1;
-    if (owners == 0 || is_ours_alone(*log, v) || (log->gathers && x.call < 0 && gathered(*log, x.held) > 0)) return;
-    if (!made->values.emplace(memory, v).second) return;
+    if (owners == 0 || (log->gathers && x.call < 0 && gathered(*log, x.held) > 0) || !made->values.emplace(memory, v).second) return;
     x.exposed = true;
   };
+  const auto has_own = [&](const Call& call, int v) { return call.grad_mode && log->values[v].saves == 1 && is_ours_alone(*log, v); };
   for (const Call& call : log->calls) {
     const bool again = std::any_of(call.outs.begin(), call.outs.end(), [&](int out) { return log->values[out].state == Value::kDropped; });
     if (!again) continue;
     for (const Read& read : call.reads)
       if (!read.saved && is_read(*log, call, read)) look(read.value);
     for (const int out : results_read(call))
-      if (const int v = result_of(*log, call, out); v >= 0) look(v);
+      if (const int v = result_of(*log, call, out); v >= 0 && !has_own(call, v)) look(v);
   }
   if (made->values.empty()) return;
   made->log = log, made->left = static_cast<int>(made->values.size());
