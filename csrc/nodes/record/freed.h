@@ -37,8 +37,9 @@ inline bool is_ours_alone(Log& log, int v) {
 }
 
 // Encodes the waiting values that are due, or `all` of them when the pass ends. A value whose memory still has another owner
-// is tried again later, after four times as many packed tensors each time.
-inline void encode_freed(Log& log, bool all = false) {
+// is tried again later, after four times as many packed tensors each time. Returns whether any was encoded.
+inline bool encode_freed(Log& log, bool all = false) {
+  bool any = false;
   while (!log.waiting.empty() && (all || log.waiting.top().due <= log.packs)) {
     Waiting one = log.waiting.top();
     log.waiting.pop();
@@ -46,7 +47,9 @@ inline void encode_freed(Log& log, bool all = false) {
     if (!x.held.defined() || x.copied) continue;  // it was freed or dropped, or is a copy already
     if (is_ours_alone(log, one.value)) {
       const auto leaves = log.leaves.find(one.value);
-      if (!encode(log, one.value) || leaves == log.leaves.end()) continue;
+      const bool is_encoded = encode(log, one.value);
+      any |= is_encoded;
+      if (!is_encoded || leaves == log.leaves.end()) continue;
       const std::vector<Tensor*> of = std::move(leaves->second);
       log.leaves.erase(leaves);
       for (Tensor* const leaf : of) leaf->reset();
@@ -55,6 +58,7 @@ inline void encode_freed(Log& log, bool all = false) {
       log.waiting.push(one);
     }
   }
+  return any;
 }
 
 }  // namespace leannorm::recording

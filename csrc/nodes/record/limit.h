@@ -150,9 +150,13 @@ class Limit {
                             (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
     return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * largest);
   }
-  bool is_near() {
+  // Measures by how many bytes the process is over the limit if those are added. It takes half a millisecond: between
+  // measurements what is saved and dropped is counted.
+  void look() {
     const int64_t coming = reserve();
-    return has() + coming > bytes_ || coming > Pages::room();
+    left_ = coming - std::min(bytes_ - has(), Pages::room());
+    since_ = 0, wait_ = std::max(bytes_ / kLooks, -left_ / kFar);
+    trim();
   }
 
   // Counts the gradient that a parameter is going to have.
@@ -162,29 +166,29 @@ class Limit {
   // The forward pass has saved a tensor of so many bytes.
   void saved(Log& log, int64_t nbytes) {
     if (first_ == 0) first_ = nbytes;
-    largest_ = std::max(largest_, nbytes), since_ += nbytes, all_ += nbytes;
-    if (since_ * kLooks < bytes_) return;
-    since_ = 0;
-    drop(log);
+    largest_ = std::max(largest_, nbytes), since_ += nbytes, all_ += nbytes, left_ += nbytes;
+    if (since_ >= wait_) look();
+    if (left_ > 0) drop(log);
   }
+  // Drops values until the process should be below the limit.
   void drop(Log& log) {
-    if (is_near()) encode_freed(log);  // first what cannot be rebuilt, such as masks
+    if (encode_freed(log)) look();  // first what cannot be rebuilt, such as masks
     const Policy before = log.policy;
-    while (is_near() && drop_one(log)) {}
+    while (left_ > 0 && drop_one(log)) {}
     log.policy = before;
-    trim();
   }
   // The backward pass has begun to read a tensor.
   void reads(int64_t nbytes) {
     since_ += nbytes;
-    if (end_ < 0 || since_ * kLooks < bytes_) return;
-    since_ = 0, read_ = true, most_ = std::max(most_, has() - others_);
+    if (end_ < 0 || since_ < wait_) return;
+    since_ = 0, wait_ = bytes_ / kLooks, read_ = true, most_ = std::max(most_, has() - others_);
     trim();
   }
   void forward_ends(Log& log) {
-    drop(log);
-    end_ = most_ = InUse::now().allocated, since_ = bytes_;
-    missed_ = is_near() ? has() + reserve() : 0;
+    look();
+    if (left_ > 0) drop(log), look();
+    missed_ = left_ > 0 ? has() + reserve() : 0;
+    end_ = most_ = InUse::now().allocated, wait_ = 0;
     missed_ = std::max({missed_, had_ > limit_ ? had_ : 0, learned_->passed.load()});
   }
   bool is_below(int64_t bytes) const { return bytes_ < bytes; }
@@ -192,11 +196,13 @@ class Limit {
 
  private:
   static constexpr int kLevels = 3;       // cheap rebuilds, products, anything
-  static constexpr int64_t kLooks = 256;  // memory is measured after every 1/256 of the limit that is saved or read
+  // Memory is measured after every 1/64 of the limit that is saved or read, and while a forward pass is far from the limit after
+  // a quarter of what is left.
+  static constexpr int64_t kLooks = 64, kFar = 4;
   const int64_t limit_, bytes_;
   const std::shared_ptr<Learned> learned_;
   const int64_t others_;
-  int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, end_ = -1, most_ = 0, missed_ = 0;
+  int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, wait_ = 0, left_ = 0, end_ = -1, most_ = 0, missed_ = 0;
   bool read_ = false;  // memory was measured during a backward pass
   std::unordered_set<const void*> parameters_;
   int level_ = 0;
@@ -212,6 +218,7 @@ class Limit {
     if (level > 1) policy.runs = policy.sums = policy.row = 1 << 10;  // `row()` bounds them
     return policy;
   }
+  // Drops the next value that can be rebuilt; false if there is none.
   bool drop_one(Log& log) {
     for (; level_ < kLevels; ++level_, next_ = 0) {
       log.policy = at_level(level_);
@@ -223,7 +230,9 @@ class Limit {
         if (x.state != Value::kHeld || x.saves == 0) continue;
         if (x.above + below(log, v) > row()) continue;
         decide(log, v);
-        if (log.values[v].state == Value::kDropped) return lengthen(log, v), true;
+        if (log.values[v].state != Value::kDropped) continue;
+        lengthen(log, v);
+        return left_ -= log.values[v].storage_bytes, true;
       }
     }
     level_ = kLevels - 1, next_ = log.listed.size();
