@@ -53,6 +53,11 @@ class Measured(NamedTuple):
         """As a person says them: 32 % of the bytes, 49 % of the peak, 9 % more time."""
         return f"{percent(self.held)} | {percent(self.peak)} | {more(self.time)}"
 
+    @property
+    def in_one(self) -> str:
+        """The same in one cell."""
+        return self.percents.replace(" | ", ", ")
+
 
 def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
     """The rows of a file that have these values, in its order."""
@@ -272,21 +277,24 @@ def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured] | It
     say("\n".join(lines))
 
 
-def first(head: str, *names: str) -> list[Measured]:
+def first(head: str, *names: str) -> tuple[list[Measured], list[Measured]]:
     """The table of the first screen: a CNN, a ViT and a Llama on a CPU, then on a GPU.
 
-    Each row has `lean("conv")`, then a checkpoint around every block. Returns the rows of `lean("conv")`, of
-    which the first three are the CPU's.
+    Each row has `lean()`, `lean("conv")`, a checkpoint around every block, and half of torch.compile's
+    activation budget, where these were measured. Returns the rows of a CPU: of `lean()`, and of budgets.
     """
-    pairs = [
-        (vision("resnet50", "conv"), vision("resnet50", "checkpoint")),
-        (vision("vit_small_patch16_224", "conv"), vision("vit_small_patch16_224", "checkpoint")),
-        (language("llama", 'lean("conv")'), language("llama", "checkpoint, every block")),
-        *((gpu(name, "conv"), gpu(name, "checkpoint")) for name in ("resnet50", "vit", "Llama")),
+    cnn, vit, llama = "resnet50", "vit_small_patch16_224", "llama"
+    rows: list[list[Measured | None]] = [
+        [vision(name, of) for of in ("lean", "conv", "checkpoint")] for name in (cnn, vit)
     ]
-    rows = {name: f"{a.percents} | {b.percents}" for name, (a, b) in zip(names, pairs, strict=True)}
-    table(head, rows)
-    return [ours for ours, _ in pairs]
+    rows.append([language(llama, of) for of in ("lean()", 'lean("conv")', "checkpoint, every block")])
+    budgets = [compiled(name, "torch .5") for name in (cnn, vit, f"{llama}_large bfloat16")]
+    for row, budget in zip(rows, budgets, strict=True):
+        row.append(budget)
+    rows += [[None, gpu(of, "conv"), gpu(of, "checkpoint"), None] for of in ("resnet50", "vit", "Llama")]
+    cells = [[cell.in_one if cell else "–" for cell in row] for row in rows]
+    table(head, dict(zip(names, cells, strict=True)))
+    return [row[0] for row in rows if row[0]], budgets
 
 
 def percent(share: float) -> str:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.pictures [--into docs]
 
-Of compiled code it is the peak alone. Every picture carries the rows that it was drawn from, which a test
+Of compiled code it is the peak alone, and of overheads the time that was taken against the one that was asked
+for. Every picture carries the rows that it was drawn from, which a test
 compares with the files.
 """
 
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from matplotlib.ticker import MultipleLocator
+from matplotlib.ticker import MultipleLocator, PercentFormatter
 
 from benchmarks import record
+from benchmarks.overhead import NEAR
 
 matplotlib.use("svg")
 matplotlib.rcParams.update({
@@ -31,12 +33,14 @@ COMPILED_CODE = "lean_compiled_cpu"
 COMPILED = {"resnet18": "ResNet-18", "vit_tiny": "ViT-tiny, 6 layers", "llama float32": "Llama"}
 TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLMo-2", "vit_base": "ViT-B",
           "dit": "DiT", "unet": "UNet", "resnet50": "ResNet-50",
-          "vit_small_patch16_224": "ViT-S"}  # fmt: skip
+          "vit_small_patch16_224": "ViT-S", "resnet18": "ResNet-18", "efficientnet_b0": "EfficientNet-B0",
+          "convnext_tiny": "ConvNeXt-T"}  # fmt: skip
 FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
          ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
 
 KEPT, PEAK = "activation memory kept", "peak memory of a step"
 SIZE = 7.5  # of labels, in points
+MARKERS = "os^Dvphd*"
 Point = tuple[str, dict[str, float], float]  # setting, sizes by axis, time
 Box = tuple[float, float, float, float]
 
@@ -159,6 +163,39 @@ def picture(path: Path, panels: dict[str, list[Point]]) -> None:
     pyplot.close(figure)
 
 
+def picture_of_overheads(path: Path, found: dict[str, list[tuple[float, float]]]) -> None:
+    """By network, what was taken against what was asked for, with a band of what counts as kept."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(4.6, 3.6))
+    ends = [0.0, 0.25]
+    axes.plot(ends, ends, color="#6b7280", linewidth=0.8)
+    axes.fill_between(ends, [a - NEAR for a in ends], [a + NEAR for a in ends], color="#9ca3af", alpha=0.2,
+                      label=f"asked ± {NEAR:.0%}")  # fmt: skip
+    for (title, pairs), marker in zip(found.items(), MARKERS, strict=False):
+        asked, taken = zip(*pairs, strict=True)
+        axes.scatter(asked, taken, s=26, marker=marker, color=COLOURS["lean"], label=title)
+    axes.set(xlabel="overhead asked for", ylabel="overhead taken", xlim=ends, ylim=ends)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axis.set_major_locator(MultipleLocator(0.05))
+    axes.grid(color="#9ca3af", alpha=0.25, linewidth=0.6)
+    axes.legend(frameon=False, fontsize=SIZE)
+    figure.tight_layout()
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Description": json.dumps(found)})
+    pyplot.close(figure)
+
+
+def overheads() -> dict[str, list[tuple[float, float]]]:
+    """By network, what `lean(overhead=)` was asked for and took, on a machine that did nothing else."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in record.read(record.FOLDER / "overhead.json"):
+        if not row["busy"] and row["kept"] < 0.99:
+            title = TITLES.get(row["model"], row["model"])
+            found.setdefault(title, []).append((row["asked"], round(row["taken"], 3)))
+    return found
+
+
 def pictures() -> dict[str, dict[str, list[Point]]]:
     """What each picture shows: a panel for each dtype of one model, or each of the README's models."""
     shown = {"lean.svg": {_title(model, dtype): points(file, model, dtype) for file, model, dtype in FIRST}}
@@ -184,6 +221,7 @@ def main() -> None:
     into = parser.parse_args().into
     for name, panels in pictures().items():
         picture(into / name, panels)
+    picture_of_overheads(into / "overhead.svg", overheads())
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_pages_say_what_was_measured(tmp_path):
     wrong = tmp_path / "index.md"
     text = (ROOT / "docs" / "index.md").read_text()
     line = next(row for row in text.split("\n") if row.startswith("| ResNet-50"))
-    wrong.write_text(text.replace(line, re.sub(r"\| \d+ % \|", "| 1 % |", line, count=1)))
+    wrong.write_text(text.replace(line, re.sub(r"\| \d+ %,", "| 1 %,", line, count=1)))
     assert cog("--check", wrong).returncode != 0
 
 
@@ -113,6 +113,14 @@ def test_pictures_show_what_was_measured(name):
         assert panel in drawn
     assert f">{pictures.PEAK}<" in drawn
     assert (f">{pictures.KEPT}<" in drawn) is (name != "compiled.svg")
+
+
+def test_the_picture_of_overheads_shows_what_was_measured():
+    drawn = (ROOT / "docs" / "overhead.svg").read_text()
+    said = re.search(r"<dc:description>(.*?)</dc:description>", drawn)[1].replace("&quot;", '"')
+    assert json.loads(said) == json.loads(json.dumps(pictures.overheads()))
+    for title in pictures.overheads():
+        assert title in drawn
 
 
 def test_a_picture_is_the_same_each_time_and_has_a_dot_for_every_setting(tmp_path):
