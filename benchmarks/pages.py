@@ -55,8 +55,8 @@ class Measured(NamedTuple):
 
     @property
     def in_one(self) -> str:
-        """The same in one cell."""
-        return self.percents.replace(" | ", ", ")
+        """The same in one cell, in which a number stays with its sign."""
+        return self.percents.replace(" | ", ", ").replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
