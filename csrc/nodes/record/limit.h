@@ -170,12 +170,14 @@ class Limit {
     if (since_ >= wait_) look();
     if (left_ > 0) drop(log);
   }
-  // Drops values until the process should be below the limit.
-  void drop(Log& log) {
+  // Drops values until the process should be below the limit. Returns whether any was dropped.
+  bool drop(Log& log) {
     if (encode_freed(log)) look();  // first what cannot be rebuilt, such as masks
     const Policy before = log.policy;
-    while (left_ > 0 && drop_one(log)) {}
+    bool any = false;
+    while (left_ > 0 && drop_one(log)) any = true;
     log.policy = before;
+    return any;
   }
   // The backward pass has begun to read a tensor.
   void reads(int64_t nbytes) {
@@ -185,8 +187,7 @@ class Limit {
     trim();
   }
   void forward_ends(Log& log) {
-    look();
-    if (left_ > 0) drop(log), look();
+    for (look(); left_ > 0 && drop(log); look()) {}  // what was dropped may be in use elsewhere, so that it is not freed
     missed_ = left_ > 0 ? has() + reserve() : 0;
     end_ = most_ = InUse::now().allocated, wait_ = 0;
     missed_ = std::max({missed_, had_ > limit_ ? had_ : 0, learned_->passed.load()});
