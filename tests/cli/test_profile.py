@@ -202,8 +202,8 @@ def test_a_browser_opens_the_page_and_a_setting_can_be_hidden(ran, tmp_path):
         text=True,
         timeout=120,
     )
-    # timeline of 5 settings, layers of the 4 that are eager; then each without one
-    assert "<title>5,4 then 4,3</title>" in done.stdout
+    # timeline of 6 settings, layers of the 5 that have some; then each without one
+    assert "<title>6,5 then 5,4</title>" in done.stdout
 
 
 BAD_ARGUMENTS = {
