@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:leannorm"),
 ]
 
-GOALS = [{"budget": 0.6}, {"budget": 0.3}, {"overhead": 0.3}, {"peak": 0.8}, {"peak": 0.55}]
+GOALS = [{"budget": 0.6}, {"budget": 0.3}, {"overhead": 0.3}, {"peak": 0.8}, {"peak": 0.55}, {"peak": 0.5}]
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,10 @@ def share(saved):
 
 @pytest.mark.parametrize("goal", GOALS, ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_what_was_asked_for_is_kept_to(name, goal):
+def test_what_was_asked_for_is_kept_to(name, goal, request):
+    if name.startswith("residual") and goal == {"peak": 0.5}:
+        why = "the peak is that of oneDNN's copies of 24 channels as 32, which plans do not count"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=False))  # where oneDNN makes such copies
     torch.use_deterministic_algorithms(False)  # which fills memory by operations of its own
     run = Run(name)
     stock, of_stock = run.step(nullcontext()), run.measured(nullcontext)
