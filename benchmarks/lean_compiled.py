@@ -129,7 +129,8 @@ MODELS = (
     "resnet18", "resnet50", "mobilenetv3_small_100", "convnext_tiny", "vit_tiny", "unet3d", "llama bfloat16",
     "llama float32",
 )  # fmt: skip
-BY_NAME = ("vit_small_patch16_224", "llama_large bfloat16")  # of the first screen, in its sizes
+# Those of the first screen, in its sizes, which are measured only if they are named
+BY_NAME = ("vit_small_patch16_224", "llama_large bfloat16")
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -286,7 +287,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "models", nargs="*", choices=[*MODELS, *BY_NAME, []], metavar="MODEL", help="all but two"
+        "models",
+        nargs="*",
+        choices=[*MODELS, *BY_NAME, []],
+        metavar="MODEL",
+        help="all but those of the first screen, if none is named",
     )
     parser.add_argument(
         "--settings", nargs="*", choices=list(SETTINGS), metavar="SETTING", default=list(SETTINGS)

@@ -26,7 +26,7 @@ from leannorm.report.timing import time_step
 from leannorm.saving import lean
 
 MODELS = ("resnet18", "efficientnet_b0", "vit_small_patch16_224", "convnext_tiny")
-NEAR = 0.03  # of a step: as near counts as kept
+NEAR = 0.03  # of a step: the promise is kept if what was taken is this close to what was asked
 
 
 class Row(NamedTuple):

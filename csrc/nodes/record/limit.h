@@ -150,12 +150,12 @@ class Limit {
                             (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
     return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * largest);
   }
-  // Measures by how many bytes the process is over the limit if those are added. It takes half a millisecond: between
-  // measurements what is saved and dropped is counted.
+  // Measures by how many bytes the process will be over the limit in the backward pass. It takes half a millisecond, so that
+  // between measurements what is saved is added and what is dropped subtracted.
   void look() {
     const int64_t coming = reserve();
-    left_ = coming - std::min(bytes_ - has(), Pages::room());
-    since_ = 0, wait_ = std::max(bytes_ / kLooks, -left_ / kFar);
+    over_ = coming - std::min(bytes_ - has(), Pages::room());
+    since_ = 0, wait_ = std::max(bytes_ / kLooks, -over_ / kFar);
     trim();
   }
 
@@ -166,16 +166,16 @@ class Limit {
   // The forward pass has saved a tensor of so many bytes.
   void saved(Log& log, int64_t nbytes) {
     if (first_ == 0) first_ = nbytes;
-    largest_ = std::max(largest_, nbytes), since_ += nbytes, all_ += nbytes, left_ += nbytes;
+    largest_ = std::max(largest_, nbytes), since_ += nbytes, all_ += nbytes, over_ += nbytes;
     if (since_ >= wait_) look();
-    if (left_ > 0) drop(log);
+    if (over_ > 0) drop(log);
   }
   // Drops values until the process should be below the limit. Returns whether any was dropped.
   bool drop(Log& log) {
     if (encode_freed(log)) look();  // first what cannot be rebuilt, such as masks
     const Policy before = log.policy;
     bool any = false;
-    while (left_ > 0 && drop_one(log)) any = true;
+    while (over_ > 0 && drop_one(log)) any = true;
     log.policy = before;
     return any;
   }
@@ -187,8 +187,8 @@ class Limit {
     trim();
   }
   void forward_ends(Log& log) {
-    for (look(); left_ > 0 && drop(log); look()) {}  // what was dropped may be in use elsewhere, so that it is not freed
-    missed_ = left_ > 0 ? has() + reserve() : 0;
+    for (look(); over_ > 0 && drop(log); look()) {}  // what was dropped may be in use elsewhere, so that it is not freed
+    missed_ = over_ > 0 ? has() + reserve() : 0;
     end_ = most_ = InUse::now().allocated, wait_ = 0;
     missed_ = std::max({missed_, had_ > limit_ ? had_ : 0, learned_->passed.load()});
   }
@@ -197,13 +197,13 @@ class Limit {
 
  private:
   static constexpr int kLevels = 3;       // cheap rebuilds, products, anything
-  // Memory is measured after every 1/64 of the limit that is saved or read, and while a forward pass is far from the limit after
-  // a quarter of what is left.
+  // Memory is measured again when 1/64 of the limit was saved or read. A forward pass that is far from the limit waits for a
+  // quarter of the bytes up to it.
   static constexpr int64_t kLooks = 64, kFar = 4;
   const int64_t limit_, bytes_;
   const std::shared_ptr<Learned> learned_;
   const int64_t others_;
-  int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, wait_ = 0, left_ = 0, end_ = -1, most_ = 0, missed_ = 0;
+  int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, wait_ = 0, over_ = 0, end_ = -1, most_ = 0, missed_ = 0;
   bool read_ = false;  // memory was measured during a backward pass
   std::unordered_set<const void*> parameters_;
   int level_ = 0;
@@ -233,7 +233,7 @@ class Limit {
         decide(log, v);
         if (log.values[v].state != Value::kDropped) continue;
         lengthen(log, v);
-        return left_ -= log.values[v].storage_bytes, true;
+        return over_ -= log.values[v].storage_bytes, true;
       }
     }
     level_ = kLevels - 1, next_ = log.listed.size();

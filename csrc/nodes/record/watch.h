@@ -1,6 +1,6 @@
 // Watches writes after a pass. A dropped value may be rebuilt from memory that other code has too, and that plain PyTorch
 // lets it edit, such as what a branch saved whose backward pass is done. The callback costs 0.3 microseconds per operator,
-// so it is set only while there is such memory.
+// and torch collects each operator's arguments and names each node for it, so it is set only while there is such memory.
 #pragma once
 
 #include "freed.h"
