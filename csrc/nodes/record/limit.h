@@ -253,7 +253,7 @@ class Limit {
       const int one = left.back();
       left.pop_back();
       Value& x = log.values[one];
-      if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined()) || x.call < 0) continue;
+      if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined()) || x.is_outside()) continue;
       bytes += x.storage_bytes;
       for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
     }

@@ -61,6 +61,7 @@ struct Value {
   enum State : uint8_t { kFree, kHeld, kDropped };  // not needed; kept; rebuilt when it is read
   int memory = -1;
   int call = -1, out = 0;  // the call that made it, as which result; -1: it existed before the pass, or no call was seen
+  bool outlives = false;   // its memory existed before the pass, and stays when the value is dropped
   Geometry made;           // as its call made it, or as it was first read
   int64_t storage_bytes = 0;
   c10::VariableVersion counter;
@@ -95,6 +96,8 @@ struct Value {
   uint64_t seen = 0;     // the last walk that came here, and what it found
   bool can = false;
   uint8_t gradient = 0;  // bits of `Gradient`
+
+  bool is_outside() const { return outlives || call < 0; }  // keeping it takes no memory
 };
 enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
@@ -251,6 +254,8 @@ struct Log {
     made.storage_bytes = static_cast<int64_t>(t.storage().nbytes());
     made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
     made.on = stream_of(made.made);
+    const int before = memories[memory].current;
+    made.outlives = before < 0 ? call < 0 : values[before].outlives, made.weight = before >= 0 && values[before].weight;
     return static_cast<int>(values.size()) - 1;
   }
   int new_memory(const Tensor& t, int call) {
@@ -312,6 +317,7 @@ struct Log {
     Value& made = values.emplace_back();
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes, made.on = stream_of(made.made);
+    made.outlives = values[before].outlives, made.weight = values[before].weight;
     made.counter = memory.counter, made.version = memory.counter.current_version();
     memory.current = static_cast<int>(values.size()) - 1;
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;

@@ -137,7 +137,7 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
     const auto v = static_cast<int>(i);
     Value& x = log.values[v];
     makes[i] = x.state == Value::kDropped;
-    if (x.state != Value::kHeld || x.call < 0 || x.copied) continue;
+    if (x.state != Value::kHeld || x.is_outside() || x.copied) continue;
     if (x.saves > 0 && x.why != Why::kTooDeep && x.why != Why::kNotAtHand && x.why != Why::kCheckpointed) continue;
     const Tensor was = std::exchange(x.held, {});
     Walk walk(log, v, 0, x.saves > 0 ? x.number : std::numeric_limits<int>::max());
@@ -191,8 +191,8 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     const Value& x = log.values[v];
     std::vector<int> inputs;
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
-    const bool copied = x.copied || (taken[v] && x.call < 0 && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
-    const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.call >= 0 || copied);
+    const bool copied = x.copied || (taken[v] && x.is_outside() && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
+    const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || !x.is_outside() || copied);
     const Cause cause = reason_of(x);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),

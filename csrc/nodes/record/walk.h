@@ -62,7 +62,7 @@ class Walk {
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = at_once && v != top_ ? take(v) : made_again(v, depth) || take(v);
+    const bool can = (x.outlives && take(v)) || (at_once && v != top_ ? take(v) : made_again(v, depth) || take(v));
     return log_.values[v].can = can;
   }
 
@@ -86,7 +86,7 @@ class Walk {
     owned.push_back(storage);
     if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return refuse(Why::kFreed, v);
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
-    if (x.call < 0) {  // it existed before the pass
+    if (x.is_outside()) {
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be kept than dropped
       return taken.push_back(v), true;
     }
@@ -219,7 +219,7 @@ inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
     Value& x = log.values[one];
     ++x.refs, ++x.left;
     if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
-    if (x.held.defined() && x.call < 0 && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied) {
+    if (x.held.defined() && x.is_outside() && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied) {
       x.shown = x.held;
       copy_small(log, one);
     }
@@ -233,9 +233,9 @@ inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
       auto storage = log.memories[x.memory].storage.lock();
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
-      if (x.call < 0 && x.storage_bytes <= kCopied) copy_small(log, one);
+      if (x.is_outside() && x.storage_bytes <= kCopied) copy_small(log, one);
       x.sample = Sample::of(x.held), x.state = Value::kHeld;
-      if (x.call < 0) continue;
+      if (x.is_outside()) continue;
       if (x.as == Value::kNarrow) encode(log, one);  // a copy, since other code may still have the cast
       if (!log.values[one].code) log.to_move.push_back(one);
       wait_for(log, one);
@@ -367,7 +367,7 @@ inline void decide(Log& log, int v) {
   x.state = Value::kHeld;
   const int64_t elements = x.made.numel();
   log.largest = std::max(log.largest, elements);
-  if (x.call < 0) return void(x.why = Why::kNone);
+  if (x.is_outside()) return void(x.why = Why::kNone);
   if (elements < log.policy.smallest) return;
   if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
   const Tensor was = std::exchange(x.held, {});

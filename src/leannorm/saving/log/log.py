@@ -163,7 +163,11 @@ class Log:
     def new_value(self, memory: int, tensor: Tensor, call: int) -> int:
         """A new version of the memory. Call it within `beside()`."""
         counter, nbytes, on = counter_of(tensor), tensor.untyped_storage().nbytes(), stream_of(tensor.device)
-        self.values.append(Value(memory, call, geometry_of(tensor), nbytes, counter, counter._version, on))
+        made = Value(memory, call, geometry_of(tensor), nbytes, counter, counter._version, call < 0, on)
+        if memory < len(self.memories):
+            before = self.values[self.memories[memory].current]
+            made.outlives, made.weight = before.outlives, before.weight
+        self.values.append(made)
         return len(self.values) - 1
 
     def new_memory(self, tensor: Tensor, call: int) -> int:

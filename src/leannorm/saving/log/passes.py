@@ -239,7 +239,7 @@ class RecordedPass:
             return self._then.saved
         with self.log as log:
             beside = [
-                x for x in log.values if not x.listed and x.held is not None and (x.call >= 0 or x.copied)
+                x for x in log.values if not x.listed and x.held is not None and (not x.is_outside or x.copied)
             ]
             instead = Counter[int]()  # by dropped value, the bytes of what is kept instead
             for x in beside:

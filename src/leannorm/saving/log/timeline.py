@@ -26,7 +26,7 @@ def _makes(log: Log, taken: set[int]) -> set[int]:
     for v, x in enumerate(log.values):
         if x.state == DROPPED:
             makes.add(v)
-        if x.state != HELD or x.call < 0 or x.copied:
+        if x.state != HELD or x.is_outside or x.copied:
             continue
         if x.saves and x.why not in (Why.TOO_DEEP, Why.NOT_AT_HAND, Why.CHECKPOINTED):
             continue
@@ -55,9 +55,9 @@ def timeline_of(log: Log, by: Alive, first: int, others: int) -> tuple[Any, ...]
         calls.append(told.Call(call.rule.name, *costs, call.grad_mode, reads, list(call.outs)))
     for v, x in enumerate(log.values):
         # what is taken would be copied, as in `add_reader`
-        copied = x.copied or (v in taken and x.call < 0 and x.storage_bytes <= COPIED)
+        copied = x.copied or (v in taken and x.is_outside and x.storage_bytes <= COPIED)
         is_needed, dtype = x.refs > 0, x.made.dtype
-        counts = (is_needed or v in taken) and not x.parameter and (x.saves > 0 or x.call >= 0 or copied)
+        counts = (is_needed or v in taken) and not x.parameter and (x.saves > 0 or not x.is_outside or copied)
         values.append(
             told.Value(
                 x.memory,

@@ -37,6 +37,7 @@ class Value:
     storage_bytes: int
     counter: Tensor
     version: int
+    outlives: bool  # whether its memory existed before the pass, and stays when the value is dropped
     on: Any = None  # the stream of a GPU that made it
     out: int = 0  # its index among the results of its call
     held: Tensor | None = None  # an alias of the memory, or a copy of it
@@ -69,6 +70,11 @@ class Value:
     seen: int = 0  # the last walk that came here, and what it found
     can: bool = False
     gradient: int = 0  # `WANTS`: it gets a gradient; `HAS_GRADIENT`: that is added to an existing one
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether keeping it takes no memory."""
+        return self.outlives or self.call < 0
 
     def note_gradient(self, tensor: Tensor) -> None:
         if tensor.requires_grad:

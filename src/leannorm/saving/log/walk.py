@@ -55,7 +55,7 @@ class Walk:
         if x.seen == self.log.stamp:
             return x.can
         x.seen, x.can = self.log.stamp, False
-        x.can = self._made_again(v, depth) or self._take(v)
+        x.can = (x.outlives and self._take(v)) or self._made_again(v, depth) or self._take(v)
         return x.can
 
     def _refuse(self, reason: Why, v: int) -> bool:
@@ -75,7 +75,7 @@ class Walk:
         storage = None if memory.sent else memory.storage()
         if storage is None or storage.nbytes() < x.made.extent:
             return False
-        if x.call >= 0:  # then more bytes are kept
+        if not x.is_outside:  # then more bytes are kept
             if x.storage_bytes > self.may_hold:
                 return False
             self.may_hold -= x.storage_bytes
@@ -204,7 +204,7 @@ def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
         if x.held is not None:
             if x.sample is None:
                 x.sample = sample_of(x.held)
-            there = x.call < 0 and not x.copied and x.elsewhere is None and not x.parameter
+            there = x.is_outside and not x.copied and x.elsewhere is None and not x.parameter
             if there and x.storage_bytes <= COPIED:
                 x.shown, x.held, x.copied = x.held, copy_of(x.held, x.made), True
         elif x.state == DROPPED:
@@ -216,9 +216,9 @@ def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
                 storage = log.memories[x.memory].storage()
                 assert storage is not None
                 x.held = over(storage, x.made)
-                if x.call < 0 and x.storage_bytes <= COPIED:
+                if x.is_outside and x.storage_bytes <= COPIED:
                     x.held, x.copied = copy_of(x.held, x.made), True
-                elif x.call >= 0:
+                elif not x.is_outside:
                     log.to_move.append(one)
             x.sample, x.state = sample_of(x.held), HELD
         else:
@@ -244,9 +244,9 @@ def decide(log: Log, v: int) -> None:
         return
     x.state, elements = HELD, x.made.numel
     log.largest = max(log.largest, elements)
-    if x.call < 0:
+    if x.is_outside:
         x.why = Why.NONE
-    if x.call < 0 or elements < policy.smallest:
+    if x.is_outside or elements < policy.smallest:
         return
     if not policy.everything and elements * _MUCH_LARGER <= log.largest:
         x.why = Why.SMALLER
