@@ -115,11 +115,15 @@ class Step(NamedTuple):
     saved: lean | None
 
 
+def _return_freed() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def _step(training: Training, batch: Any, around: Callable[[], AbstractContextManager[Any]]) -> Step:
     """One step, its optimizer aside."""
     training.model.zero_grad(set_to_none=True)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    _return_freed()
     torch.manual_seed(1)  # dropout
     Path("/proc/self/clear_refs").write_text("5")  # `VmHWM` starts again
     start = perf_counter()
@@ -140,6 +144,7 @@ def measure(name: str, share: float) -> dict[str, Any]:
     training = MODELS[name]()
     _step(training, training.small, nullcontext)
     training.model.zero_grad(set_to_none=True)
+    _return_freed()
     before = NODES.bytes_in_use()
     most = max(_step(training, batch, nullcontext).peak for batch in training.batches) - before
     limit = before + int(share * most)

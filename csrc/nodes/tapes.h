@@ -92,20 +92,20 @@ class Made {
         strides(made.strides().vec()),
         dtype(made.scalar_type()),
         keys(c10::computeDispatchKey(dtype, made.layout(), made.device())),
-        allocator(made.storage().allocator()) {
+        allocator(made.is_cpu() ? nullptr : made.storage().allocator()) {
     if (made.numel() == 0) without_elements = made;
   }
   // By the device's allocator itself, since torch's operators for new tensors take longer than that.
   at::Tensor operator()() const {
     if (without_elements.defined()) return without_elements;
-    return at::detail::empty_strided_generic(sizes, strides, allocator, keys, dtype);
+    return at::detail::empty_strided_generic(sizes, strides, allocator != nullptr ? allocator : c10::GetCPUAllocator(), keys, dtype);
   }
 
  private:
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   c10::DispatchKeySet keys;
-  c10::Allocator* allocator;
+  c10::Allocator* allocator;  // null on a CPU, where a limit sets another one
   at::Tensor without_elements;
 };
 

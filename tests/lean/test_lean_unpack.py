@@ -2,13 +2,14 @@
 
 import contextlib
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leannorm.autograd.nodes import NODES
+from leannorm.report.memory import measure_step
 from leannorm.saving import flags, lean
 
 
@@ -147,25 +148,30 @@ def test_an_edit_between_two_backward_passes_is_never_read_in_silence(budget):
         assert "modified by an inplace operation" in found if isinstance(found, str) else same(found, stock)
 
 
-@pytest.mark.skipif(NODES is None, reason="what the process has is counted in C++")
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_is_rebuilt_is_freed_behind_its_last_reader(inplace):
     """At the end of the backward pass as many bytes are in use as in plain PyTorch, or fewer."""
     layers = [(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU(inplace)) for _ in range(8)]
     model = nn.Sequential(*(layer for one in layers for layer in one))
-    x = torch.randn(8, 16, 64, 64, requires_grad=True)
-    size, in_use = x.nbytes, {}
-    for name, context in (
-        ("plain", contextlib.nullcontext),
-        ("norm", lambda: lean("norm")),
-        ("conv", lambda: lean("conv")),
-    ):
+    x, mark = torch.randn(8, 16, 64, 64, requires_grad=True), 12_345  # bytes, which nothing else takes
+
+    def note(_):
+        torch.empty(mark, dtype=torch.uint8)
+
+    def in_use(context):
+        def forward():
+            h = x * 1
+            h.register_hook(note)
+            with context():
+                return model(h).square().mean()
+
         for _ in range(3):
             model.zero_grad()
-            with context():
-                h = x * 1
-                loss = model(h).square().mean()
-            h.register_hook(lambda _, name=name: in_use.__setitem__(name, NODES.bytes_in_use()))
-            loss.backward()
-    assert in_use["norm"] < in_use["plain"] + size
-    assert in_use["conv"] < in_use["plain"] + size
+            forward().backward()
+        model.zero_grad()
+        counts = [count for _, count in measure_step(forward).timeline]
+        return next(before for before, after in pairwise(counts) if after - before == mark)
+
+    plain = in_use(contextlib.nullcontext)
+    for setting in ("norm", "conv"):
+        assert in_use(partial(lean, setting)) < plain + x.nbytes

@@ -7,6 +7,7 @@
 
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/arange.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 #include <limits>
@@ -255,6 +256,11 @@ inline Tensor decoded(const Code& code, const Tensor& bytes, const Geometry& mad
   return t;
 }
 
+// Whether torch's allocator of the device made memory with this deleter, or the one that it had before a limit (arena.h).
+inline bool is_of_torch(c10::DeleterFnPtr deleter, const c10::Device& device) {
+  return deleter == c10::GetAllocator(device.type())->raw_deleter() || (device.is_cpu() && deleter == c10::GetDefaultCPUAllocator()->raw_deleter());
+}
+
 // Whether the tensor fills its memory, and torch allocated that. Other code that allocates memory (for an array, a file or
 // another process) may read and write it unseen.
 inline bool may_be_coded(const Value& x, const Tensor& t) {
@@ -262,7 +268,7 @@ inline bool may_be_coded(const Value& x, const Tensor& t) {
   return g.offset == 0 && x.storage_bytes > 0 && g.numel() * static_cast<int64_t>(c10::elementSize(g.dtype)) == x.storage_bytes &&
          t.is_non_overlapping_and_dense() && t.storage().resizable() &&
          static_cast<int64_t>(t.storage().nbytes()) == x.storage_bytes &&
-         (g.fake || t.storage().data_ptr().get_deleter() == c10::GetAllocator(g.device.type())->raw_deleter());
+         (g.fake || is_of_torch(t.storage().data_ptr().get_deleter(), g.device));
 }
 
 }  // namespace leannorm::recording

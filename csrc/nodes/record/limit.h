@@ -3,107 +3,18 @@
 // rebuild, then products, then anything that can be rebuilt.
 #pragma once
 
+#include "arena.h"
 #include "freed.h"
 
 #include <cmath>
 #include <unordered_set>
 
-#ifdef __GLIBC__
-#include <malloc.h>
-#include <sys/resource.h>
-#include <unistd.h>
-
-#include <cstdio>
-#endif
-
 namespace leannorm::recording {
-
-// Bytes of this process's pages, as the system counts them; 0 if it does not. `resident` leaves out pages of files, such as
-// libraries, because the system can read them again.
-struct Pages {
-  int64_t size = 0, resident = 0, data = 0;
-
-  static Pages read() {
-    Pages made;
-#ifdef __GLIBC__
-    std::FILE* const file = std::fopen("/proc/self/status", "r");
-    if (file == nullptr) return made;
-    char line[256];
-    const auto add = [&line](const char* name, int64_t& to) {
-      long kilobytes = 0;
-      const size_t n = std::strlen(name);
-      if (std::strncmp(line, name, n) == 0 && std::sscanf(line + n, ": %ld kB", &kilobytes) == 1) to += kilobytes * 1024;
-    };
-    while (std::fgets(line, sizeof line, file) != nullptr)
-      add("VmSize", made.size), add("RssAnon", made.resident), add("RssShmem", made.resident), add("VmData", made.data);
-    std::fclose(file);
-#endif
-    return made;
-  }
-  // What `ulimit -v` and `ulimit -d` leave.
-  static int64_t room() {
-    int64_t least = std::numeric_limits<int64_t>::max();
-#ifdef __GLIBC__
-    rlimit all, of_data;
-    const bool is_limited = getrlimit(RLIMIT_AS, &all) == 0 && getrlimit(RLIMIT_DATA, &of_data) == 0 &&
-                            (all.rlim_cur != RLIM_INFINITY || of_data.rlim_cur != RLIM_INFINITY);
-    if (!is_limited) return least;
-    const Pages now = read();
-    if (all.rlim_cur != RLIM_INFINITY) least = static_cast<int64_t>(all.rlim_cur) - now.size;
-    if (of_data.rlim_cur != RLIM_INFINITY) least = std::min(least, static_cast<int64_t>(of_data.rlim_cur) - now.data);
-#endif
-    return least;
-  }
-};
-
-// Bytes of this process, as the C library counts them. It does not count tensors if the process uses another allocator.
-struct InUse {
-  static constexpr int kLarge = 1 << 20;
-  int64_t allocated = 0, free = 0;
-
-  static InUse now() {
-    InUse made;
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 33)
-    const struct mallinfo2 info = mallinfo2();
-    made.allocated = info.uordblks + info.hblkhd, made.free = info.fordblks;
-#endif
-    return made;
-  }
-  static bool is_counted() {
-    static const bool does = [] {
-      constexpr int64_t size = 1 << 20;
-      const int64_t before = now().allocated;
-      const Tensor t = at::empty({size}, at::kByte);
-      return now().allocated - before >= size;
-    }();
-    return does;
-  }
-  // The bytes that the process has and has not freed; 0 if the system does not say.
-  static int64_t of_process() { return is_counted() ? now().allocated + of_others() : read_resident(); }
-  // The program itself, and what was not allocated by the C library. Part of what was freed may not be resident, so each
-  // measurement may be too low, and the highest one is the best.
-  static int64_t of_others() {
-    static std::atomic<int64_t> most = 0;
-    const InUse now = InUse::now();
-    const int64_t seen = read_resident() - now.allocated - now.free;
-    int64_t before = most.load();
-    while (before < seen && !most.compare_exchange_weak(before, seen)) {}
-    return std::max(before, seen);
-  }
-  static int64_t read_resident() { return Pages::read().resident; }
-  // Returns to the system the freed memory that the C library has kept. From now on each large tensor's memory is returned
-  // as soon as it is freed. Without this, freed pages between those in use can take as much memory again.
-  static void trim() {
-#ifdef __GLIBC__
-    mallopt(M_MMAP_THRESHOLD, kLarge), malloc_trim(0);
-#endif
-  }
-};
 
 // What later passes at the same place learn from a pass under a limit: how much its backward pass took beyond what the forward
 // pass had left, in units of the largest saved tensor.
 struct Learned {
-  static constexpr double kAtFirst = 6, kWithin = 5;  // for what is allocated within a node, such as workspaces, which is not seen
+  static constexpr double kAtFirst = 6, kMargin = 2;  // `kMargin`: for longer rebuilds than before
   std::atomic<double> beyond = -1;  // -1: not known yet
   std::atomic<double> saved = 0;    // all that the last pass saved
   std::atomic<double> of_first = 0;  // the largest in units of the first tensor, from which a pass can predict it
@@ -126,37 +37,40 @@ class Limit {
   static constexpr double kMargin = 0.03;  // of the limit, for memory between allocations
 
   Limit(int64_t bytes, std::shared_ptr<Learned> learned)
-      : limit_(bytes), bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)),
-        others_(InUse::of_others()) {
-    static std::atomic<bool> trimmed = false;  // `ulimit` counts pages that were never written too
-    if (Pages::room() < std::numeric_limits<int64_t>::max() && !trimmed.exchange(true)) InUse::trim();
+      : limit_(bytes), bytes_(bytes - static_cast<int64_t>(kMargin * static_cast<double>(bytes))), learned_(std::move(learned)) {
+    static std::atomic<bool> trimmed = false;
+    if (Pages::room() < Pages::kNoLimit && !trimmed.exchange(true)) trim_heap();
+    const int64_t left = room();
+    arena_.enter(in_arena_ = left < Pages::kNoLimit ? std::min(bytes_, arena_.in_use() + left) : bytes_);
   }
   Limit(const Limit&) = delete;
   ~Limit() {  // all that the pass saved is freed
+    arena_.leave(in_arena_);
     const auto largest = static_cast<double>(largest_);
     if (read_ && largest_ > 0)
-      learned_->note(static_cast<double>(most_ - end_) / largest, static_cast<double>(all_) / largest, largest / static_cast<double>(first_));
+      learned_->note(static_cast<double>(arena_.most() - end_) / largest, static_cast<double>(all_) / largest, largest / static_cast<double>(first_));
     learned_->passed = had_ > limit_ ? had_ : 0;
   }
-  // The bytes that the process has now: what the C library has allocated, and the program itself.
+  // The bytes that the process has now. If those are too many, the C library may have freed ones that are left.
   int64_t has() {
-    const int64_t bytes = InUse::is_counted() ? InUse::now().allocated + others_ : InUse::read_resident();
+    int64_t bytes = arena_.in_use();
+    if (bytes > bytes_ && trims_ > 0) --trims_, trim_heap(), bytes = arena_.in_use();
     return had_ = std::max(had_, bytes), bytes;
   }
   // The bytes that the backward pass will probably take in addition.
-  int64_t reserve() const {
-    const double beyond = learned_->beyond.load(), largest = std::max(static_cast<double>(largest_), static_cast<double>(first_) * learned_->of_first.load());
-    const double at_first = Learned::kAtFirst * static_cast<double>(largest_) + static_cast<double>(gradients_) +
-                            (level_ == kLevels - 1 ? static_cast<double>(row()) : 0.0);
-    return static_cast<int64_t>(beyond < 0 ? at_first : (beyond + Learned::kWithin) * largest);
+  int64_t expected() const {
+    const double beyond = learned_->beyond.load();
+    if (beyond >= 0) return static_cast<int64_t>(beyond * largest());
+    return static_cast<int64_t>(Learned::kAtFirst * static_cast<double>(largest_)) + gradients_ + (level_ == kLevels - 1 ? row() : 0);
   }
-  // Measures by how many bytes the process will be over the limit in the backward pass. It takes half a millisecond, so that
-  // between measurements what is saved is added and what is dropped subtracted.
+  int64_t reserve() const {
+    return expected() + (learned_->beyond.load() < 0 ? 0 : static_cast<int64_t>(Learned::kMargin * largest()));
+  }
+  // Measures by how many bytes the process will be over the limit in the backward pass. Between measurements, what is saved is
+  // added and what is dropped subtracted.
   void look() {
-    const int64_t coming = reserve();
-    over_ = coming - std::min(bytes_ - has(), Pages::room());
+    over_ = reserve() - std::min(bytes_ - has(), room());
     since_ = 0, wait_ = std::max(bytes_ / kLooks, -over_ / kFar);
-    trim();
   }
 
   // Counts the gradient that a parameter is going to have.
@@ -183,14 +97,13 @@ class Limit {
   void reads(int64_t nbytes) {
     since_ += nbytes;
     if (end_ < 0 || since_ < wait_) return;
-    since_ = 0, wait_ = bytes_ / kLooks, read_ = true, most_ = std::max(most_, has() - others_);
-    trim();
+    since_ = 0, wait_ = bytes_ / kLooks, read_ = true, has();
   }
   void forward_ends(Log& log) {
     for (look(); over_ > 0 && drop(log); look()) {}  // what was dropped may be in use elsewhere, so that it is not freed
-    missed_ = over_ > 0 ? has() + reserve() : 0;
-    end_ = most_ = InUse::now().allocated, wait_ = 0;
-    missed_ = std::max({missed_, had_ > limit_ ? had_ : 0, learned_->passed.load()});
+    const int64_t least = has() + expected();
+    end_ = arena_.mark(), wait_ = 0;
+    missed_ = std::max({over_ > 0 && least > limit_ ? least : 0, had_ > limit_ ? had_ : 0, learned_->passed.load()});
   }
   bool is_below(int64_t bytes) const { return bytes_ < bytes; }
   int64_t missed() const { return missed_; }  // the bytes that the pass takes at least, if more than the limit
@@ -202,16 +115,19 @@ class Limit {
   static constexpr int64_t kLooks = 64, kFar = 4;
   const int64_t limit_, bytes_;
   const std::shared_ptr<Learned> learned_;
-  const int64_t others_;
-  int64_t had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, wait_ = 0, over_ = 0, end_ = -1, most_ = 0, missed_ = 0;
-  bool read_ = false;  // memory was measured during a backward pass
+  Arena& arena_ = Arena::get();
+  int64_t in_arena_ = 0, had_ = 0, gradients_ = 0, first_ = 0, largest_ = 0, all_ = 0, since_ = 0, wait_ = 0, over_ = 0, end_ = -1, missed_ = 0;
+  bool read_ = false;  // a backward pass has read a saved tensor
   std::unordered_set<const void*> parameters_;
-  int level_ = 0;
+  int level_ = 0, trims_ = 2;  // `trims_`: so often is the heap trimmed at most, which takes milliseconds
   size_t next_ = 0;  // the next of the log's listed values
 
-  // Freed pages between those in use still belong to the process.
-  void trim() const {
-    if (others_ < bytes_ && InUse::read_resident() > bytes_) InUse::trim();
+  // Bytes of the largest tensor that the pass saves, or will save if it is like the ones before.
+  double largest() const { return std::max(static_cast<double>(largest_), static_cast<double>(first_) * learned_->of_first.load()); }
+  // What `ulimit` leaves, and what the arena could return.
+  int64_t room() const {
+    const int64_t left = Pages::room();
+    return left < Pages::kNoLimit ? left + arena_.kept() : left;
   }
   static Policy at_level(int level) {
     Policy policy;

@@ -205,7 +205,8 @@ inline void add_record(py::module_ module) {
   own_unpack = py::object(module.attr("record_unpack")).release().ptr();
   py::class_<Spent, std::shared_ptr<Spent>>(module, "Spent").def("share", &Spent::share).def_readwrite("rebuilding", &Spent::rebuilding);
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
-  module.def("bytes_in_use", &InUse::of_process);
+  module.def("bytes_in_use", &bytes_in_use);
+  module.def("trim_heap", &trim_heap);
   module.def("alive", [] { return alive.load(); });
   py::class_<Saved>(module, "RecordedTensors")
       .def_readonly("held", &Saved::held)

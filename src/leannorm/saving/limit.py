@@ -45,6 +45,9 @@ def begin(asked: int | str, line: Hashable) -> Limit | None:
     if not before:
         return None
     nbytes = device_bytes(before) if isinstance(asked, str) else asked
+    if before > nbytes:
+        NODES.trim_heap()  # the C library may have kept what others freed
+        before = NODES.bytes_in_use()
     learned = LEARNED.get(line)
     if learned is None:
         if before > nbytes:
