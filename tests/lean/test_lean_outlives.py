@@ -99,3 +99,32 @@ def test_weights_that_a_pass_writes_are_neither_rebuilt_nor_counted(setting, wit
             saved = gradients_of(made, lean(**setting))[1]
         shares.append((saved.kept_bytes, saved.rebuilt_bytes))
     assert shares[0] == shares[1]
+
+
+FACTORIES = {
+    "empty": lambda x: torch.empty(x.shape),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided(x.shape, x.stride()),
+    "new_empty": lambda x: x.new_empty(x.shape),
+    "zeros": lambda x: torch.zeros(x.shape),
+    "zeros_like": torch.zeros_like,
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "randn": lambda x: torch.randn(x.shape),
+    "full": lambda x: torch.full(x.shape, 2.0),
+}
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_memory_that_a_pass_has_made_is_freed_when_its_contents_are_dropped(make, with_and_without_nodes):
+    weight = torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def loss():
+        y = make(weight).copy_(weight)
+        return y.sin().square().mean()  # keeps y, and what sin has made
+
+    (plain,) = torch.autograd.grad(loss(), [weight])
+    for _ in range(2):
+        with lean("norm") as saved:
+            made = loss()
+        assert torch.equal(torch.autograd.grad(made, [weight])[0], plain)
+        assert saved.rebuilt_bytes == 2 * weight.nbytes

@@ -1,5 +1,5 @@
 // The memory of large tensors under a limit. The C library keeps freed memory where nobody can say how much, and returns it in
-// passing over all of its heap. Here freed pages are kept for the next tensor, and returned when others need the room.
+// passing over all of its heap. Here freed pages are kept for the next tensor, and returned when other memory needs to grow.
 #pragma once
 
 #include <ATen/core/Tensor.h>

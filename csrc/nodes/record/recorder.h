@@ -15,7 +15,7 @@ inline thread_local int parts = 0;  // how many operators the call that began la
 
 struct Opened : at::ObserverContext {
   std::shared_ptr<Log> log;
-  int call = -1;
+  int call = 0;
   double start = 0;  // in seconds, the time in hooks subtracted
   bool hides = false;  // whether no callback sees the calls within this one
 };
@@ -143,6 +143,20 @@ inline bool may_hide(const Call& call, const c10::impl::LocalDispatchKeySet& key
   return std::all_of(callbacks.begin(), callbacks.end(), [](const auto& one) { return one.callback_.start() == &begin || one.callback_.start() == &see_write; });
 }
 
+// torch::empty and the like run below autograd, where no call is logged. Of them the log only learns that the memory is new.
+constexpr int kOfNewMemory = -1;
+inline std::unique_ptr<at::ObserverContext> for_new_memory() {
+  auto opened = std::make_unique<Opened>();
+  opened->log = current, opened->call = kOfNewMemory;
+  return opened;
+}
+inline void read_new_memory(const at::RecordFunction& fn, Log& log) {
+  const Log::Lock lock(log);
+  if (log.closed || fn.outputs().size() != 1 || !fn.outputs()[0].isTensor()) return;
+  const Tensor& t = fn.outputs()[0].toTensor();
+  if (t.defined() && plain(t) && log.memory_of(t) < 0) log.values[log.new_memory(t, -1)].outlives = false;
+}
+
 inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& fn) {
   Rule* const rule = rules.of(fn);
   if (rule == nullptr) return nullptr;
@@ -156,7 +170,7 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   const bool is_part = keys.excluded_.has(c10::DispatchKey::AutogradFunctionality) && !inference;  // of a logged call
   if (is_part) ++parts;
   if (rule->kind == Kind::kSkip && !(current->subclasses && reads_subclass(fn.inputs()))) return nullptr;
-  if (is_part && !rule->ours && !current->is_in_call_of_calls()) return nullptr;
+  if (is_part && !rule->ours && !current->is_in_call_of_calls()) return current->open.empty() && rule->writes.empty() ? for_new_memory() : nullptr;
   Log& log = *current;
   const Log::Lock lock(log);
   constexpr size_t kMany = 4096;
@@ -260,7 +274,7 @@ inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) 
 inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   auto* const opened = static_cast<Opened*>(context);
   if (opened && opened->hides) at::enableRecordFunction(true);
-  if (opened) isolated(*opened->log, [&] { read_results(fn, opened); });
+  if (opened) isolated(*opened->log, [&] { opened->call == kOfNewMemory ? read_new_memory(fn, *opened->log) : read_results(fn, opened); });
 }
 
 }  // namespace leannorm::recording
