@@ -90,6 +90,7 @@ def test_gradients_are_those_of_plain_torch_at_every_limit(make, share):
         ours = step(network, x, lean(limit=with_room(share * beyond / MEGABYTE)))
         assert equal(ours, stock)
         assert ours[2].kept_bytes + ours[2].rebuilt_bytes <= 1.3 * beyond
+        assert not any("autograd alone has it" in reason for reason in ours[2].reasons)
     if share < 0.5:
         assert ours[2].rebuilt_bytes > 0.3 * beyond
 
@@ -122,6 +123,8 @@ def test_what_cannot_fit_is_said_with_the_least():
         saved = step(network, x, lean(limit=with_room(2)))[2]
     assert "takes about" in saved.reasons[0]
     assert "at least" in saved.reasons[0]
+    kept = max((one for one in saved.records if not one.rebuilt), key=lambda one: one.bytes)
+    assert str(tuple(kept.shape)) in saved.reasons[0]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ struct Pass {
     log->asked.erase(std::find(log->asked.begin(), log->asked.end(), asked));
     if (!log->limit) encode_freed(*log, /*all=*/true);
     if (log->passes == 1) copy_all_small(*log);
-    note_those_alone();
+    if (!log->limit) note_those_alone();  // under a limit, what was not dropped has no reason
     std::erase(log->following, &follower);
     follower.set_may_plan(*log, false);
     if (!log->following.empty()) log->policy = log->following.back()->policy;

@@ -27,6 +27,7 @@ from leannorm.saving.units import Units, is_of_flat
 from leannorm.saving.verify import Layers
 from leannorm.saving.watched import Watch
 
+_NAMED = 3  # tensors that a reason names
 _NEARLY = 1.01
 
 
@@ -243,7 +244,8 @@ class ForwardPass:
         if goal is None or self._freed_within:
             return None
         if goal.limit is not None:
-            return reasons.of_limit(self._limit, 0 if self._recorded is None else self._recorded.missed)
+            least = 0 if self._recorded is None else self._recorded.missed
+            return reasons.of_limit(self._limit, least, self.ledger.largest(_NAMED) if least else [])
         if self.plan is not None:
             chosen = self.plan.chosen
             return None if chosen.reached else reasons.out_of_reach(goal, chosen)

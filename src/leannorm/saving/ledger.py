@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -73,6 +74,14 @@ class Ledger:
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
         return [record for one in self._passes for record in one.records()]
+
+    def largest(self, count: int) -> list[tuple[int, str, torch.Size]]:
+        """What takes the most of what is kept: bytes, the operator or "", and the shape of each tensor."""
+        kept = Counter[tuple[str, torch.Size]]()
+        for one in self.records():
+            if not one.rebuilt:
+                kept[one.node, one.shape] += one.bytes
+        return [(nbytes, *of) for of, nbytes in kept.most_common(count) if nbytes]
 
     @property
     def kept(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from leannorm._report import bytes_in_words
 from leannorm.planning.goal import HALF, Goal
@@ -282,8 +282,9 @@ def of_peak(goal: Goal, plan: Plan | RebuildPlan) -> str | None:
     )
 
 
-def of_limit(limit: Limit | None, least: int) -> str | None:
-    """The reason that a limit is exceeded, if it is. `least`: bytes that the process needs at least, or 0."""
+def of_limit(limit: Limit | None, least: int, kept: list[tuple[int, str, Size]]) -> str | None:
+    """The reason that a limit is exceeded, if it is. `least`: bytes that the process needs at least, or 0.
+    `kept`: bytes, operators and shapes of what takes the most of what is kept."""
     if limit is None:
         return LIMIT_UNSEEN
     asked = f"limit={bytes_in_words(limit.nbytes)}"
@@ -296,9 +297,14 @@ def of_limit(limit: Limit | None, least: int) -> str | None:
         return (
             f"limit is out of reach: with the backward pass, the process takes about {bytes_in_words(least)}"
             f" at least, where {asked}; that is for weights, gradients, what a single operation needs, and"
-            " what cannot be computed again"
+            f" what cannot be computed again{_largest(kept)}"
         )
     return None
+
+
+def _largest(kept: list[tuple[int, str, Size]]) -> str:
+    of = (f"{bytes_in_words(nbytes)} of {node or 'tensors'} {tuple(shape)}" for nbytes, node, shape in kept)
+    return f", most of all {', '.join(of)}" if kept else ""
 
 
 def missed(share: float, planned: float, another: bool) -> str:
