@@ -128,7 +128,7 @@ inline void hand_over(Log& log) {
     const Log::Lock lock(log);
     Value& x = log.values[v];
     if (x.refs == 0 || x.state != Value::kHeld) continue;
-    if (!x.sample.taken) x.sample = Sample::of(given);
+    if (!x.sample.taken) x.sample = sample_of(x, given);
     const Below below(x.made.fake);
     x.held = at::empty({0}, given.options()), x.elsewhere = of_python(std::move(made));
   }
@@ -301,7 +301,7 @@ inline Tensor rebuilt(SavedObject& s) {
   else {
     if (x.held.defined() && !x.code) share(x.held, x.made, x.on);
     t = x.held.defined() && !x.code ? x.held : Replay(log).value(s.value);  // a kept tensor is not checked: in plain PyTorch, too, an unseen edit of it is no error
-    TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(Sample::of(t)) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
+    TORCH_CHECK(!dropped || s.original.defined() || log.values[s.value].sample.matches(t) || is_of_others(log, s.value), "leannorm.lean(): an output of ",
                 log.calls[log.values[s.value].call].rule->name, " of shape ", t.sizes(), " was rebuilt, but is not what the forward"
                 " pass saved: a tensor that it is computed from was edited outside of torch, for example through NumPy. Edit a"
                 " copy of it, or leave lean() out of this part");

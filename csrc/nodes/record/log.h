@@ -101,6 +101,8 @@ struct Value {
 };
 enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
+inline Sample sample_of(const Value& x, const Tensor& t) { return Sample::of(t, x.is_outside() && !x.copied ? Sample::kMany : Sample::kFew); }
+
 // A tensor in argument `at` of a call, which is item `place` if that is a list of optional tensors.
 struct Read {
   int at, place, value;

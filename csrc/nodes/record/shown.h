@@ -127,20 +127,23 @@ inline uint64_t with_one_nan(uint64_t word, at::ScalarType dtype) {
 
 // A hash of some bytes of a tensor on a CPU, which shows most edits that the dispatcher has not seen.
 struct Sample {
+  static constexpr int kFew = 12, kMany = 48;  // words; many of a weight, which an optimizer may change in few places
   uint64_t bits = 0;
+  int words = kFew;
   bool taken = false, has_several = false;  // values that differ
 
-  static Sample of(const Tensor& t) {
+  static Sample of(const Tensor& t, int words = kFew) {
     Sample made;
+    made.words = words;
     if (!is_on_host(t) || t.numel() == 0 || !t.is_non_overlapping_and_dense()) return made;
     const auto* const data = static_cast<const unsigned char*>(t.const_data_ptr());
     const int64_t n = static_cast<int64_t>(t.nbytes()), width = std::min<int64_t>(n, 8), item = std::min(static_cast<int64_t>(t.itemsize()), width);
     if (data == nullptr) return made;
     made.taken = true;
     uint64_t first = 0;
-    for (int64_t i = 0; i < 12; ++i) {
+    for (int64_t i = 0; i < words; ++i) {
       uint64_t word = 0;
-      std::memcpy(&word, data + (n - width) * i / 11 / item * item, width);
+      std::memcpy(&word, data + (n - width) * i / (words - 1) / item * item, width);
       word = with_one_nan(word, t.scalar_type());
       if (i == 0) first = word;
       made.has_several |= word != first;
@@ -148,7 +151,11 @@ struct Sample {
     }
     return made;
   }
-  bool matches(const Sample& other) const { return !taken || !other.taken || bits == other.bits; }
+  bool matches(const Tensor& t) const {
+    if (!taken) return true;
+    const Sample now = of(t, words);
+    return !now.taken || bits == now.bits;
+  }
 };
 
 }  // namespace leannorm::recording

@@ -5,7 +5,7 @@
 #include "encode_unseen.h"
 #include "price.h"
 #include "replay.h"
-#include "trust.h"
+#include "trials.h"
 
 #include <map>
 #include <unordered_map>
@@ -177,7 +177,7 @@ inline bool encode(Log& log, int v) {
   Value& x = log.values[v];
   if (!may_be_coded(x, x.held)) return false;
   const Sample sample = Sample::of(x.held);
-  if (!sample.matches(x.sample)) return false;  // it was edited, which is an error when something is rebuilt from it
+  if (!x.sample.matches(x.held)) return false;  // it was edited, which is an error when something is rebuilt from it
   const Below below(x.made.fake);
   std::optional<Coded> made;
   try {
@@ -218,7 +218,7 @@ inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
     const int one = left.pop_back_val();
     Value& x = log.values[one];
     ++x.refs, ++x.left;
-    if (x.held.defined() && !x.sample.taken) x.sample = Sample::of(x.held);
+    if (x.held.defined() && !x.sample.taken) x.sample = sample_of(x, x.held);
     if (x.held.defined() && x.is_outside() && !x.copied && !x.elsewhere && (log.gathers || !(x.parameter && x.weight)) && x.storage_bytes <= kCopied) {
       x.shown = x.held;
       copy_small(log, one);
@@ -234,7 +234,7 @@ inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
       TORCH_INTERNAL_ASSERT(storage);
       x.held = over(c10::Storage(std::move(storage)), x.made);
       if (x.is_outside() && x.storage_bytes <= kCopied) copy_small(log, one);
-      x.sample = Sample::of(x.held), x.state = Value::kHeld;
+      x.sample = sample_of(x, x.held), x.state = Value::kHeld;
       if (x.is_outside()) continue;
       if (x.as == Value::kNarrow) encode(log, one);  // a copy, since other code may still have the cast
       if (!log.values[one].code) log.to_move.push_back(one);
@@ -267,83 +267,6 @@ inline void remove_reader(Log& log, int v) {
     x.held.reset(), x.elsewhere.reset(), x.rebuilt.reset(), x.shown.reset(), x.state = Value::kFree, x.left = 0, x.copied = false, x.sample = {}, x.code = {};
     if (dropped) for_inputs(log, log.calls[x.call], [&](int in) { left.push_back(in); });
   }
-}
-
-// On a device all values are compared and the host waits for the result, so only trials call this.
-inline bool has_several_values(const Tensor& t) {
-  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).has_several;
-  const Below below;
-  const Tensor row = t.reshape({-1});
-  return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
-}
-// Whether some of its numbers are normal, by a sample. From zeros and denormal numbers nearly all kernels compute the same.
-inline bool has_normal_numbers(const Tensor& t) {
-  const auto dtype = t.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) return true;
-  const double least = dtype == at::kDouble ? 0x1p-1022 : dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
-  constexpr int64_t kSome = 4096;
-  const Below below;
-  const Tensor flat = t.is_non_overlapping_and_dense() ? t.as_strided({t.numel()}, {1}) : t.reshape({-1});
-  return flat.slice(0, 0, flat.numel(), std::max<int64_t>(flat.numel() / kSome, 1)).abs().ge(least).any().item<bool>();
-}
-// Whether the call's large arguments have several values. A norm of zeros is its bias, whichever kernel computes it.
-inline bool has_varied_inputs(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
-  int64_t most = 0;
-  for_inputs(log, call, [&](int in) { most = std::max(most, log.values[in].made.numel()); });
-  bool several = most == 0;
-  for_inputs(log, call, [&](int in) {
-    const Value& x = log.values[in];
-    if (several || 2 * x.made.numel() < most) return;
-    const auto made = scratch.find(in);
-    const Tensor& t = x.held.defined() || made == scratch.end() ? x.held : made->second;
-    several = has_several_values(t) && has_normal_numbers(t);
-  });
-  return several;
-}
-
-// Makes calls of kinds that are not trusted once more right away, and compares the bits. On a device the host waits for that,
-// so it is not done while a graph is captured, and rarely after some trials whose values showed nothing.
-inline Why has_other_bits(Log& log, int v) {
-  c10::SmallVector<int, 4> untried;  // calls
-  c10::SmallVector<int, 16> left{v};
-  ++log.stamp;
-  while (!left.empty()) {
-    const int one = left.pop_back_val();
-    Value& x = log.values[one];
-    if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
-    Call& call = log.calls[x.call];
-    if (!call.rule->moves && !trust().is_enough(kind_of(log, call))) untried.push_back(x.call);
-    for_inputs(log, call, [&](int in) { left.push_back(in); });
-  }
-  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
-  if (is_on_device(log.values[v].made)) {
-    const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
-    if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
-  }
-  const Tensor was = std::exchange(log.values[v].held, {});
-  bool same = false, of_numbers = true;
-  std::map<int, Tensor> scratch;
-  try {
-    const Tensor again = Replay(log, &scratch).value(v), before = shown(was, log.values[v].made);
-    const Below below;
-    const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
-    same = again.numel() == 0 || at::equal(bits(again), bits(before));
-    if (!same && before.is_floating_point()) of_numbers = !before.isnan().any().item<bool>();  // payloads may differ
-  } catch (const std::exception&) {  // the operator raised an error when it was called again: its result is kept
-  }
-  if (same && has_several_values(was)) {
-    for (const int call : untried)
-      if (has_varied_inputs(log, log.calls[call], scratch)) trust().confirm(kind_of(log, log.calls[call]));
-  }
-  if (is_on_device(log.values[v].made))
-    for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
-  log.values[v].held = was;
-  if (!same && of_numbers) {  // the last call is refused if it is untried, otherwise all untried ones, since any may be wrong
-    const int last = log.values[v].call;
-    if (std::find(untried.begin(), untried.end(), last) != untried.end()) untried.assign(1, last);
-    for (const int call : untried) trust().refuse(kind_of(log, log.calls[call]));
-  }
-  return same ? Why::kNone : Why::kOtherBits;
 }
 
 // Keeps a dropped value from now on: it is saved again, and could not be rebuilt.

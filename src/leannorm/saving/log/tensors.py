@@ -163,7 +163,7 @@ def share(tensor: Tensor, on: Any) -> None:
         tensor.record_stream(now)
 
 
-_WORDS = 12
+FEW, MANY = 12, 48  # words of a sample; many of a weight, which an optimizer may change in few places
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -173,7 +173,7 @@ def is_dense(tensor: Tensor) -> bool:
         return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def sample_of(tensor: Tensor) -> bytes | None:
+def sample_of(tensor: Tensor, words: int = FEW) -> bytes | None:
     """Some bytes of a dense tensor on a CPU, which reveal an edit that no dispatcher has seen; else None."""
     n = tensor.nbytes
     if not n or tensor.device.type != "cpu" or not is_dense(tensor):
@@ -183,12 +183,12 @@ def sample_of(tensor: Tensor) -> bytes | None:
     if not at:
         return None
     return b"".join(
-        [string_at(at + (n - width) * i // (_WORDS - 1) // item * item, width) for i in range(_WORDS)]
+        [string_at(at + (n - width) * i // (words - 1) // item * item, width) for i in range(words)]
     )
 
 
 def matches(sample: bytes | None, tensor: Tensor) -> bool:
-    other = None if sample is None else sample_of(tensor)
+    other = None if sample is None else sample_of(tensor, max(len(sample) // min(tensor.nbytes, 8), 2))
     return sample is None or other is None or sample == other or _are_nan(sample, other, tensor.dtype)
 
 
@@ -204,4 +204,4 @@ def _are_nan(sample: bytes, other: bytes, dtype: torch.dtype) -> bool:
 
 def is_of_several(sample: bytes | None) -> bool:
     """Whether the sampled values differ from one another."""
-    return sample is not None and sample != sample[: len(sample) // _WORDS] * _WORDS
+    return sample is not None and sample != sample[: len(sample) // FEW] * FEW

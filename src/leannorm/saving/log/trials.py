@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from leannorm.ops import modes
 from leannorm.saving.evidence import same_bits
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.replay import Replay
-from leannorm.saving.log.tensors import below, is_dense, is_of_several, sample_of, shown
+from leannorm.saving.log.tensors import Geometry, below, is_dense, is_of_several, sample_of, shown
 from leannorm.saving.log.values import Call
 from leannorm.saving.reasons import Why
 
@@ -60,13 +60,50 @@ def _is_vain(kind: Hashable) -> bool:
     return looks >= _MANY_LOOKS and looks % _NOW_AND_THEN != 0
 
 
+def _hides_bits(source: Geometry, made: Geometry) -> bool:
+    """Whether other bits of what is read may give the same result: a narrower dtype, a mask, few of many."""
+    to_real = made.dtype.is_floating_point or made.dtype.is_complex
+    of_real = source.dtype.is_floating_point or source.dtype.is_complex
+    narrows = of_real and (not to_real or made.dtype.itemsize < source.dtype.itemsize)
+    return narrows or 2 * made.numel < source.numel
+
+
+def _untried(log: Log, v: int) -> Iterator[tuple[int, list[Call]]]:
+    """Calls of kinds that are not trusted yet, after the value whose bits would show theirs. What hides bits
+    begins another part, with what it reads."""
+    shown_by, seen = [v], set[int]()
+    for by in shown_by:  # which grows
+        left, calls = [by], list[Call]()
+        while left:
+            one = left.pop()
+            x = log.values[one]
+            if one in seen or (one != v and x.held is not None):
+                continue
+            seen.add(one)
+            call = log.calls[x.call]
+            if not call.rule.moves and _TRIED[_kind_of(log, call)] < _ENOUGH:
+                calls.append(call)
+            for i in log.inputs_of(call):
+                (shown_by if _hides_bits(log.values[i].made, x.made) else left).append(i)
+        if calls:
+            yield by, calls
+
+
+def _same(again: Tensor, before: Tensor) -> bool | None:
+    """Whether the bits are the same; None if that is not known, as the payloads of NaNs may differ."""
+    with below():
+        if same_bits(again, before):
+            return True
+        return None if before.is_floating_point() and bool(before.isnan().any()) else False
+
+
 def has_other_bits(log: Log, v: int) -> Why:
     """`Why.NONE` if the value, which is to be dropped, has the same bits when it is made again.
 
     On a device the host waits for that: not while a graph is captured, nor forever where values tell nothing.
     """
-    x, calls = log.values[v], (log.calls[log.values[one].call] for one in log.made_again_for(v))
-    untried = [call for call in calls if not call.rule.moves and _TRIED[_kind_of(log, call)] < _ENOUGH]
+    x, parts = log.values[v], list(_untried(log, v))
+    untried = [call for _, calls in parts for call in calls]
     if not untried:
         return Why.NONE
     on_device = x.made.device.type != "cpu"
@@ -75,29 +112,42 @@ def has_other_bits(log: Log, v: int) -> Why:
         if modes.capturing(x.held) or any(_is_vain(_kind_of(log, call)) for call in untried):
             return Why.UNTRIED
     was, x.held = x.held, None
-    same, of_numbers, replay = False, True, Replay(log, is_trial=True)
+    same, replay = None, Replay(log, is_trial=True)
     assert was is not None
     try:
-        again, before = replay.value(v), shown(was, x.made)
-        with below():
-            same = same_bits(again, before)
-            if not same and before.is_floating_point():
-                of_numbers = not bool(before.isnan().any())  # the bits of NaNs may differ
+        same = _same(replay.value(v), shown(was, x.made))
     except Exception:  # the operator cannot be called again, so its result is kept
         pass
     finally:
         x.held = was
-    if same and _has_several_values(was):
-        for call in untried:
-            if _has_varied_inputs(log, call, replay):
-                _change(log, call, 1)
+    if same is False and parts[0][0] != v:  # any of what was tried may be wrong
+        _refuse(log, untried)
+    for by, calls in parts:
+        if by == v:
+            _judge(log, by, calls, replay, same, was)
+        elif same and (memory := log.at_hand(by)) is not None and by in replay.made:
+            of_part = _same(replay.made[by], memory)
+            _judge(log, by, calls, replay, of_part, memory)
+            same = of_part is not False
     for call in untried if on_device else ():
         _LOOKS[_kind_of(log, call)] += 1
-    if not same and of_numbers:  # the last call is to blame if it is untried, else any of the others may be
-        last = log.calls[x.call]
-        for call in [last] if last in untried else untried:
-            _change(log, call, -_MANY)
     return Why.NONE if same else Why.OTHER_BITS
+
+
+def _judge(log: Log, by: int, calls: list[Call], replay: Replay, same: bool | None, before: Tensor) -> None:
+    """Trust the calls more, or refuse them, by whether the value that they have made has the same bits."""
+    if same and _has_several_values(before):
+        for call in calls:
+            if _has_varied_inputs(log, call, replay):
+                _change(log, call, 1)
+    if same is False:  # the last call is to blame if it is untried, else any of the others may be
+        last = log.calls[log.values[by].call]
+        _refuse(log, [last] if last in calls else calls)
+
+
+def _refuse(log: Log, calls: list[Call]) -> None:
+    for call in calls:
+        _change(log, call, -_MANY)
 
 
 def _has_several_values(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from leannorm.saving.flags import Flags
 from leannorm.saving.log.rules import Rule
-from leannorm.saving.log.tensors import Geometry
+from leannorm.saving.log.tensors import FEW, MANY, Geometry, sample_of
 from leannorm.saving.reasons import NO_CAUSE, Cause, Why
 from leannorm.saving.timeline import HAS_GRADIENT, WANTS
 
@@ -91,6 +91,11 @@ class Value:
 
     def is_unedited(self, log: Log) -> bool:
         return self.counter._version == self.version or self.is_marked(log)
+
+    def sampled(self) -> bytes | None:
+        """A sample of what is kept."""
+        assert self.held is not None
+        return sample_of(self.held, MANY if self.is_outside and not self.copied else FEW)
 
     def address(self) -> int:
         """The address of the memory that `held` has, or that a user's hooks were given."""

@@ -203,7 +203,7 @@ def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
         x.left += 1
         if x.held is not None:
             if x.sample is None:
-                x.sample = sample_of(x.held)
+                x.sample = x.sampled()
             there = x.is_outside and not x.copied and x.elsewhere is None and not x.parameter
             if there and x.storage_bytes <= COPIED:
                 x.shown, x.held, x.copied = x.held, copy_of(x.held, x.made), True
@@ -220,7 +220,7 @@ def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
                     x.held, x.copied = copy_of(x.held, x.made), True
                 elif not x.is_outside:
                     log.to_move.append(one)
-            x.sample, x.state = sample_of(x.held), HELD
+            x.sample, x.state = x.sampled(), HELD
         else:
             x.state = DROPPED
             left += log.inputs_of(log.calls[x.call])

@@ -1,0 +1,131 @@
+// Calls of kinds that are not trusted are made again while the forward pass goes on, and the bits are compared.
+#pragma once
+
+#include "replay.h"
+#include "trust.h"
+
+#include <map>
+
+namespace leannorm::recording {
+
+// On a device all values are compared and the host waits for the result, so only trials call this.
+inline bool has_several_values(const Tensor& t) {
+  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).has_several;
+  const Below below;
+  const Tensor row = t.reshape({-1});
+  return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
+}
+// Whether some of its numbers are normal, by a sample. From zeros and denormal numbers nearly all kernels compute the same.
+inline bool has_normal_numbers(const Tensor& t) {
+  const auto dtype = t.scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kHalf && dtype != at::kBFloat16) return true;
+  const double least = dtype == at::kDouble ? 0x1p-1022 : dtype == at::kHalf ? 0x1p-14 : 0x1p-126;
+  constexpr int64_t kSome = 4096;
+  const Below below;
+  const Tensor flat = t.is_non_overlapping_and_dense() ? t.as_strided({t.numel()}, {1}) : t.reshape({-1});
+  return flat.slice(0, 0, flat.numel(), std::max<int64_t>(flat.numel() / kSome, 1)).abs().ge(least).any().item<bool>();
+}
+// Whether the call's large arguments have several values. A norm of zeros is its bias, whichever kernel computes it.
+inline bool has_varied_inputs(const Log& log, const Call& call, const std::map<int, Tensor>& scratch) {
+  int64_t most = 0;
+  for_inputs(log, call, [&](int in) { most = std::max(most, log.values[in].made.numel()); });
+  bool several = most == 0;
+  for_inputs(log, call, [&](int in) {
+    const Value& x = log.values[in];
+    if (several || 2 * x.made.numel() < most) return;
+    const auto made = scratch.find(in);
+    const Tensor& t = x.held.defined() || made == scratch.end() ? x.held : made->second;
+    several = has_several_values(t) && has_normal_numbers(t);
+  });
+  return several;
+}
+
+// Whether other bits of what is read may give the same result: a narrower dtype, a mask, or a few numbers of many.
+inline bool hides_bits(const Geometry& from, const Geometry& to) {
+  const auto is_real = [](const Geometry& g) { return at::isFloatingType(g.dtype) || at::isComplexType(g.dtype); };
+  const bool narrows = is_real(from) && (!is_real(to) || c10::elementSize(to.dtype) < c10::elementSize(from.dtype));
+  return narrows || 2 * to.numel() < from.numel();
+}
+// Calls of kinds that are not trusted yet, whose bits those of the value `by` would show.
+struct Untried {
+  int by;
+  c10::SmallVector<int, 4> calls;
+};
+// What a trial of a value tries. What hides bits begins another part, with what it reads.
+inline std::vector<Untried> untried_of(Log& log, int v) {
+  std::vector<Untried> made;
+  std::vector<int> shown{v}, left;
+  ++log.stamp;
+  for (size_t i = 0; i < shown.size(); ++i) {
+    Untried part{shown[i], {}};
+    for (left.push_back(part.by); !left.empty();) {
+      const int one = left.back();
+      left.pop_back();
+      Value& x = log.values[one];
+      if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
+      Call& call = log.calls[x.call];
+      if (!call.rule->moves && !trust().is_enough(kind_of(log, call))) part.calls.push_back(x.call);
+      for_inputs(log, call, [&](int in) { (hides_bits(log.values[in].made, x.made) ? shown : left).push_back(in); });
+    }
+    if (!part.calls.empty()) made.push_back(std::move(part));
+  }
+  return made;
+}
+
+enum class Bits : uint8_t { kSame, kOther, kNotKnown };  // kNotKnown: with NaNs, whose payloads may differ
+inline Bits compared(const Tensor& again, const Tensor& before) {
+  const Below below;
+  const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
+  if (again.numel() == 0 || at::equal(bits(again), bits(before))) return Bits::kSame;
+  return before.is_floating_point() && before.isnan().any().item<bool>() ? Bits::kNotKnown : Bits::kOther;
+}
+// The value as it is in memory, if that has not been freed or written; the tensor may be empty otherwise.
+inline Tensor at_hand(Log& log, int v) {
+  const Value& x = log.values[v];
+  if (x.lost || !log.is_there(v) || x.counter.current_version() != x.version) return {};
+  auto storage = log.memories[x.memory].storage.lock();
+  if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return {};
+  return over(c10::Storage(std::move(storage)), x.made);
+}
+
+// Makes calls of kinds that are not trusted once more right away, and compares the bits. On a device the host waits for that,
+// so it is not done while a graph is captured, and rarely after some trials whose values showed nothing.
+inline Why has_other_bits(Log& log, int v) {
+  const std::vector<Untried> untried = untried_of(log, v);
+  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
+  std::vector<uint64_t> kinds;
+  for (const Untried& part : untried)
+    for (const int call : part.calls) kinds.push_back(kind_of(log, log.calls[call]));
+  const bool on_device = is_on_device(log.values[v].made);
+  if (on_device && (std::any_of(kinds.begin(), kinds.end(), [](uint64_t kind) { return trust().is_vain(kind); }) || is_captured(log.values[v].held))) return Why::kUntried;
+  const Tensor was = std::exchange(log.values[v].held, {});
+  Bits found = Bits::kNotKnown;
+  std::map<int, Tensor> scratch;
+  try {
+    found = compared(Replay(log, &scratch).value(v), shown(was, log.values[v].made));
+  } catch (const std::exception&) {  // the operator raised an error when it was called again: its result is kept
+  }
+  bool same = found == Bits::kSame;
+  for (const Untried& part : untried) {
+    const Tensor before = part.by == v ? was : same && scratch.count(part.by) > 0 ? at_hand(log, part.by) : Tensor();
+    if (!before.defined()) continue;  // these calls are tried again in the next pass
+    const Bits of_part = part.by == v ? found : compared(scratch[part.by], before);
+    const int last = log.values[part.by].call;  // it is refused if it is untried, otherwise all untried ones, since any may be wrong
+    const bool is_last = std::find(part.calls.begin(), part.calls.end(), last) != part.calls.end();
+    const bool shows = of_part == Bits::kSame && has_several_values(before);
+    for (const int call : part.calls) {
+      const uint64_t kind = kind_of(log, log.calls[call]);
+      if (shows && has_varied_inputs(log, log.calls[call], scratch)) trust().confirm(kind);
+      if (of_part == Bits::kOther && (call == last || !is_last)) trust().refuse(kind);
+    }
+    same = same && of_part != Bits::kOther;
+  }
+  if (on_device)
+    for (const uint64_t kind : kinds) trust().looked(kind);
+  log.values[v].held = was;
+  if (found == Bits::kOther && untried[0].by != v)  // any of what was tried may be wrong
+    for (const uint64_t kind : kinds) trust().refuse(kind);
+  return same ? Why::kNone : Why::kOtherBits;
+}
+
+}  // namespace leannorm::recording
