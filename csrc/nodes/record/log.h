@@ -178,6 +178,7 @@ struct Log {
   std::vector<Geometry> geometries;
   std::vector<int> listed;  // values that nodes have saved, in order
   ska::flat_hash_map<c10::StorageImpl*, int> by_storage;
+  ska::flat_hash_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> fresh;  // memory that was made below autograd
   std::vector<int> open;    // calls that have begun and not ended
   std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> waiting;
   std::unordered_map<int, std::vector<Tensor*>> leaves;  // by value: the tensors by which saved objects keep it
@@ -257,7 +258,7 @@ struct Log {
     made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
     made.on = stream_of(made.made);
     const int before = memories[memory].current;
-    made.outlives = before < 0 ? call < 0 : values[before].outlives, made.weight = before >= 0 && values[before].weight;
+    made.outlives = before < 0 ? call < 0 && fresh.count(t.storage().unsafeGetStorageImpl()) == 0 : values[before].outlives, made.weight = before >= 0 && values[before].weight;
     return static_cast<int>(values.size()) - 1;
   }
   int new_memory(const Tensor& t, int call) {
@@ -358,7 +359,7 @@ struct Log {
   }
   // Empties the log when no saved tensor is left, since a pass may last for a whole training run.
   void start_over() {
-    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), to_move.clear(), to_copy.clear();
+    values.clear(), calls.clear(), memories.clear(), geometries.clear(), listed.clear(), by_storage.clear(), fresh.clear(), to_move.clear(), to_copy.clear();
     saves.clear(), living.clear(), known = 0;
     waiting = {}, leaves.clear();
     std::erase_if(others, [](const auto& one) { return one.expired(); });

@@ -115,7 +115,7 @@ struct Pass {
     expose(log);
     log->waiting = {}, log->leaves.clear();
     last_values = log->values.size(), last_calls = log->calls.size();
-    log->closed = true, log->by_storage.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
+    log->closed = true, log->by_storage.clear(), log->fresh.clear(), log->memories.clear(), log->open.clear(), log->to_move.clear();
     if (current == log) current.reset();
   }
   void note() {

@@ -143,7 +143,8 @@ inline bool may_hide(const Call& call, const c10::impl::LocalDispatchKeySet& key
   return std::all_of(callbacks.begin(), callbacks.end(), [](const auto& one) { return one.callback_.start() == &begin || one.callback_.start() == &see_write; });
 }
 
-// torch::empty and the like run below autograd, where no call is logged. Of them the log only learns that the memory is new.
+// torch::empty and the like run below autograd, where no call is logged. Of them the log only learns that the
+// memory is new: the tensor that the program gets has another version counter.
 constexpr int kOfNewMemory = -1;
 inline std::unique_ptr<at::ObserverContext> for_new_memory() {
   auto opened = std::make_unique<Opened>();
@@ -154,7 +155,7 @@ inline void read_new_memory(const at::RecordFunction& fn, Log& log) {
   const Log::Lock lock(log);
   if (log.closed || fn.outputs().size() != 1 || !fn.outputs()[0].isTensor()) return;
   const Tensor& t = fn.outputs()[0].toTensor();
-  if (t.defined() && plain(t) && log.memory_of(t) < 0) log.values[log.new_memory(t, -1)].outlives = false;
+  if (t.defined() && plain(t)) log.fresh.emplace(t.storage().unsafeGetStorageImpl(), t.storage().getWeakStorageImpl());
 }
 
 inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& fn) {

@@ -51,6 +51,9 @@ struct Untried {
   int by;
   c10::SmallVector<int, 4> calls;
 };
+// Whether a second call may well have other bits: a faster formula, or an operator of the program. These are only trusted if
+// their own bits were compared.
+inline bool may_differ(const Call& call) { return call.by_result || !(call.rule->ours || call.rule->name.rfind("aten::", 0) == 0); }
 // What a trial of a value tries. What hides bits begins another part, with what it reads.
 inline std::vector<Untried> untried_of(Log& log, int v) {
   std::vector<Untried> made;
@@ -108,15 +111,14 @@ inline Why has_other_bits(Log& log, int v) {
   bool same = found == Bits::kSame;
   for (const Untried& part : untried) {
     const Tensor before = part.by == v ? was : same && scratch.count(part.by) > 0 ? at_hand(log, part.by) : Tensor();
-    if (!before.defined()) continue;  // these calls are tried again in the next pass
-    const Bits of_part = part.by == v ? found : compared(scratch[part.by], before);
+    const Bits of_part = part.by == v || !before.defined() ? found : compared(scratch[part.by], before);
     const int last = log.values[part.by].call;  // it is refused if it is untried, otherwise all untried ones, since any may be wrong
     const bool is_last = std::find(part.calls.begin(), part.calls.end(), last) != part.calls.end();
-    const bool shows = of_part == Bits::kSame && has_several_values(before);
-    for (const int call : part.calls) {
-      const uint64_t kind = kind_of(log, log.calls[call]);
-      if (shows && has_varied_inputs(log, log.calls[call], scratch)) trust().confirm(kind);
-      if (of_part == Bits::kOther && (call == last || !is_last)) trust().refuse(kind);
+    const bool shows = of_part == Bits::kSame && has_several_values(before.defined() ? before : was);
+    for (const int one : part.calls) {
+      Call& call = log.calls[one];
+      if (shows && (before.defined() || !may_differ(call)) && has_varied_inputs(log, call, scratch)) trust().confirm(kind_of(log, call));
+      if (of_part == Bits::kOther && before.defined() && (one == last || !is_last)) trust().refuse(kind_of(log, call));
     }
     same = same && of_part != Bits::kOther;
   }
