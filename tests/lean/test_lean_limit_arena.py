@@ -1,4 +1,4 @@
-"""The memory of tensors under a limit (csrc/nodes/record/arena.h): it is counted, used again, and goes back."""
+"""Memory of tensors under a limit (csrc/nodes/record/arena.h): it is counted, used again, and returned."""
 
 import subprocess
 import sys
@@ -160,3 +160,20 @@ print(os.waitpid(child, 0)[1])
 y.sum().backward()
 """
     assert in_a_process(code).split()[-1] == "0"
+
+
+def test_kept_pages_are_returned_where_memory_cannot_be_allocated():
+    """`ulimit -v` counts them, and then nothing else fits."""
+    code = """
+import resource
+with lean(limit="900GiB"):
+    y = network(x)
+    tensors = [torch.ones(50_000_000) for _ in range(2)]
+    del tensors  # the arena keeps their pages
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (used + 50_000_000, resource.RLIM_INFINITY))
+    large = torch.ones(70_000_000)
+    small = [torch.ones(10_000) for _ in range(4000)]
+print(large.sum().item(), len(small))
+"""
+    assert in_a_process(code).split() == ["70000000.0", "4000"]

@@ -1,4 +1,4 @@
-"""Memory that existed before a pass stays when the pass is over: to drop what is written there frees nothing."""
+"""Memory that existed before a pass stays after it: to drop what is written there frees nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial shows: a call is trusted only if its own bits were compared, and a small edit of a weight is seen."""
+"""What a trial shows: a call is trusted only if its own bits were compared. Small edits of weights are seen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from leannorm import lean
 
 LIBRARY = torch.library.Library("leannorm_trials", "DEF")
 LIBRARY.define("drifting(Tensor x) -> Tensor")
-
 
 
 class Drifting(torch.autograd.Function):
@@ -91,7 +90,6 @@ def test_a_small_edit_of_a_weight_is_an_error_and_no_wrong_gradient(share):
     layer.weight.data.view(-1)[edited] += 0.25
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
 
 
 def test_a_norm_that_has_other_bits_is_kept_though_its_cast_has_the_same():

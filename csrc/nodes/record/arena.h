@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <unordered_map>
+#include <utility>
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -20,6 +21,7 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
@@ -98,9 +100,9 @@ class Arena final : public at::Allocator {
   }
 
   at::DataPtr allocate(size_t n) override {
-    char* const made = n < kLarge ? nullptr : take((n + kPage - 1) / kPage * kPage);
+    char* const made = n < kLarge ? nullptr : take(whole_pages(n));
     if (made == nullptr) {
-      at::DataPtr of_torch = torch_->allocate(n);
+      at::DataPtr of_torch = allocate_by_torch(n);
       of_torch.compare_exchange_deleter(torch_->raw_deleter(), &free_any);
       return of_torch;
     }
@@ -141,8 +143,9 @@ class Arena final : public at::Allocator {
     const std::lock_guard lock(mutex_);
     limits_.erase(limits_.find(limit));
   }
+
  private:
-  static constexpr size_t kPage = 1 << 12;
+  const size_t page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   at::Allocator* const torch_ = c10::GetCPUAllocator();
   std::mutex mutex_;
   std::multiset<int64_t> limits_;
@@ -150,6 +153,15 @@ class Arena final : public at::Allocator {
   std::unordered_map<void*, size_t> tensors_;
   int64_t in_tensors_ = 0, most_ = 0, kept_ = 0, others_ = 0;  // bytes: `kept_` of free ranges, `others_` of what is not in the arena
 
+  size_t whole_pages(size_t n) const { return (n + page_ - 1) / page_ * page_; }
+  at::DataPtr allocate_by_torch(size_t n) {
+    try {
+      return torch_->allocate(n);
+    } catch (const c10::Error&) {  // `ulimit` counts what is kept
+      if (!return_all()) throw;
+      return torch_->allocate(n);
+    }
+  }
   char* take(size_t n) {
     const std::lock_guard lock(mutex_);
     auto best = free_.end();
@@ -165,7 +177,6 @@ class Arena final : public at::Allocator {
       make_room(static_cast<int64_t>(n));
       if (limits_.empty()) return nullptr;
       made = map(n);
-      if (made == nullptr && kept_ > 0) return_all(), made = map(n);  // `ulimit` counts what is kept
       if (made == nullptr) return nullptr;
     }
     tensors_.emplace(made, n), in_tensors_ += static_cast<int64_t>(n), most_ = std::max(most_, in_tensors_);
@@ -175,9 +186,11 @@ class Arena final : public at::Allocator {
     void* const made = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return made == MAP_FAILED ? nullptr : static_cast<char*>(made);
   }
-  void return_all() {
+  bool return_all() {  // whether there was anything to return
+    const std::lock_guard lock(mutex_);
     for (const auto& [at, bytes] : free_) munmap(at, bytes);
-    free_.clear(), kept_ = 0;
+    free_.clear();
+    return std::exchange(kept_, 0) > 0;
   }
   // Returns free pages, those of the smallest ranges first, until `n` bytes more fit below the smallest limit. Without a limit
   // the process has as much as before.
@@ -185,14 +198,14 @@ class Arena final : public at::Allocator {
     int64_t beyond = limits_.empty() ? n : in_tensors_ + kept_ + others_ + n - *limits_.begin();
     while (beyond > 0 && kept_ > 0) {
       const auto least = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
-      const size_t bytes = std::min(least->second, (static_cast<size_t>(beyond) + kPage - 1) / kPage * kPage);
+      const size_t bytes = std::min(least->second, whole_pages(static_cast<size_t>(beyond)));
       munmap(least->first, bytes), kept_ -= static_cast<int64_t>(bytes), beyond -= static_cast<int64_t>(bytes);
       if (const auto [at, all] = *least; free_.erase(least), all > bytes) free_.emplace(at + bytes, all - bytes);
     }
   }
   static void free_any(void* p) {
     Arena& arena = get();
-    if (reinterpret_cast<uintptr_t>(p) % kPage != 0 || !arena.give(static_cast<char*>(p))) arena.torch_->raw_deallocate(p);
+    if (reinterpret_cast<uintptr_t>(p) % arena.page_ != 0 || !arena.give(static_cast<char*>(p))) arena.torch_->raw_deallocate(p);
   }
   bool give(char* p) {
     const std::lock_guard lock(mutex_);

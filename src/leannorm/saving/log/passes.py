@@ -239,7 +239,9 @@ class RecordedPass:
             return self._then.saved
         with self.log as log:
             beside = [
-                x for x in log.values if not x.listed and x.held is not None and (not x.is_outside or x.copied)
+                x
+                for x in log.values
+                if not x.listed and x.held is not None and (x.copied or not x.is_outside)
             ]
             instead = Counter[int]()  # by dropped value, the bytes of what is kept instead
             for x in beside:
