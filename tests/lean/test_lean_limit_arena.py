@@ -170,7 +170,8 @@ with lean(limit="900GiB"):
     y = network(x)
     tensors = [torch.ones(50_000_000) for _ in range(2)]
     del tensors  # the arena keeps their pages
-    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+    size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+    used = int(size.split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (used + 50_000_000, resource.RLIM_INFINITY))
     large = torch.ones(70_000_000)
     small = [torch.ones(10_000) for _ in range(4000)]

@@ -1,4 +1,4 @@
-"""What a trial shows: a call is trusted only if its own bits were compared. Small edits of weights are seen."""
+"""Trials: a call is trusted only if its own bits were compared. Small edits of weights are seen."""
 
 from __future__ import annotations
 
