@@ -57,13 +57,12 @@ inline bool may_differ(const Call& call) { return call.by_result || !(call.rule-
 // What a trial of a value tries. What hides bits begins another part, with what it reads.
 inline std::vector<Untried> untried_of(Log& log, int v) {
   std::vector<Untried> made;
-  std::vector<int> shown{v}, left;
+  c10::SmallVector<int, 16> shown{v}, left;
   ++log.stamp;
   for (size_t i = 0; i < shown.size(); ++i) {
     Untried part{shown[i], {}};
     for (left.push_back(part.by); !left.empty();) {
-      const int one = left.back();
-      left.pop_back();
+      const int one = left.pop_back_val();
       Value& x = log.values[one];
       if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
       Call& call = log.calls[x.call];
