@@ -283,17 +283,26 @@ def test_a_system_without_figures_is_an_error(files_say):
         network(x)
 
 
-PEAK = """
-import sys, torch
-sys.path[:0] = [{tests!r}]
-from test_lean_limit import perceptron, step
+def in_a_process(code, depth=16):
+    """What the code prints, in a process that has not had a limit."""
+    head = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import torch
 from contextlib import nullcontext
+from test_lean_limit import perceptron, step
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
-network, x = perceptron(24)
+network, x = perceptron({depth})
+"""
+    ran = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=True)
+    return ran.stdout
+
+
+PEAK = """
 step(network, x[:64], lean(limit="900GiB"))
 before, resident = NODES.bytes_in_use(), status("VmRSS")
 for _ in range(4):
@@ -306,9 +315,7 @@ def test_the_process_does_not_take_more():
     """By the system's own count of what the process had at most."""
 
     def peak(room):
-        code = PEAK.format(tests=str(Path(__file__).parent), room=room)
-        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        return int(ran.stdout)
+        return int(in_a_process(PEAK.format(room=room), depth=24))
 
     plain = peak(0)
     assert plain > 180 * MEGABYTE

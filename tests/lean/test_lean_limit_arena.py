@@ -1,44 +1,19 @@
 """Memory of tensors under a limit (csrc/nodes/record/arena.h): it is counted, used again, and returned."""
 
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from threading import Thread
 
 import pytest
+import test_lean_limit
 import torch
-from test_lean_limit import perceptron, step
+from test_lean_limit import MEGABYTE, in_a_process, perceptron, step
 from torch import nn
 
 from leannorm import lean
-from leannorm.autograd.nodes import NODES
 from leannorm.report.memory import measure_step
 
-pytestmark = pytest.mark.skipif(
-    NODES is None or not NODES.bytes_in_use(), reason="needs the C++ nodes, and a system that counts memory"
-)
+pytestmark = test_lean_limit.pytestmark
 FAR = "900GiB"
-MEGABYTE = 10**6
-
-
-def in_a_process(code):
-    """What the code prints, in a process that has not had a limit."""
-    head = f"""
-import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
-import torch
-from contextlib import nullcontext
-from test_lean_limit import perceptron, step
-from leannorm import lean
-from leannorm.autograd.nodes import NODES
-def resident():
-    line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-network, x = perceptron(16)
-"""
-    ran = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=True)
-    return ran.stdout
 
 
 def test_tensors_outlive_the_pass_that_made_them():
@@ -101,10 +76,10 @@ def test_freed_memory_is_used_again_and_never_more_than_the_limit_is_kept():
 most, limit = 0, NODES.bytes_in_use() + 150_000_000
 for rows in (2048, 700, 1300, 90, 1900, 2048, 1100):
     step(network, x[:rows], lean(limit=limit))
-    most = max(most, resident())
+    most = max(most, status("RssAnon"))
 print(most / limit)
 step(network, x, nullcontext())  # takes what was left first
-print(resident() / limit)
+print(status("RssAnon") / limit)
 """
     shares = [float(line) for line in in_a_process(code).split()]
     assert max(shares) <= 1.0
@@ -117,9 +92,9 @@ with lean(limit="900GiB"):
     y = network(x)
     tensors = [torch.ones(10_000_000) for _ in range(10)]
 y.sum().backward()
-before = resident()
+before = status("RssAnon")
 del tensors, y
-print(before - resident())
+print(before - status("RssAnon"))
 """
     assert int(in_a_process(code)) > 350 * MEGABYTE
 
@@ -170,9 +145,7 @@ with lean(limit="900GiB"):
     y = network(x)
     tensors = [torch.ones(50_000_000) for _ in range(2)]
     del tensors  # the arena keeps their pages
-    size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
-    used = int(size.split()[1]) * 1024
-    resource.setrlimit(resource.RLIMIT_AS, (used + 50_000_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + 50_000_000, resource.RLIM_INFINITY))
     large = torch.ones(70_000_000)
     small = [torch.ones(10_000) for _ in range(4000)]
 print(large.sum().item(), len(small))

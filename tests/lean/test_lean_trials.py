@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,28 +15,52 @@ from leannorm import lean
 
 LIBRARY = torch.library.Library("leannorm_trials", "DEF")
 LIBRARY.define("drifting(Tensor x) -> Tensor")
+LIBRARY.define("raising(Tensor x) -> Tensor")
 
 
-class Drifting(torch.autograd.Function):
-    """Returns other bits each time, as a kernel may that is not deterministic."""
+class Called(torch.autograd.Function):
+    """Calls an operator of the program, of which no operator of torch makes the result."""
 
+    operator = None
     calls = 0
 
-    @staticmethod
-    def forward(ctx, x):
-        return torch.ops.leannorm_trials.drifting(x)
+    @classmethod
+    def forward(cls, ctx, x):
+        return cls.operator(x)
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient
 
 
+class Drifting(Called):
+    """Returns other bits each time, as a kernel may that is not deterministic."""
+
+    operator = torch.ops.leannorm_trials.drifting
+
+
+class Raising(Called):
+    """Raises an error whenever it is called again in a pass."""
+
+    operator = torch.ops.leannorm_trials.raising
+    may = True
+
+
 def _drifting(x):
     Drifting.calls += 1
-    return torch.add(x, x, alpha=Drifting.calls * 2.0**-22)
+    return torch.from_numpy(x.detach().numpy() * np.float32(1 + Drifting.calls * 2.0**-22))
+
+
+def _raising(x):
+    Raising.calls += 1
+    if not Raising.may:
+        raise RuntimeError("only once")
+    Raising.may = False
+    return torch.from_numpy(x.detach().numpy() * np.float32(2))
 
 
 LIBRARY.impl("drifting", _drifting, "CPU")
+LIBRARY.impl("raising", _raising, "CPU")
 HIDING = {
     "a narrower dtype": lambda y, w: y.bfloat16() * w.bfloat16(),
     "a mask": lambda y, w: torch.where(y > 10, w, w * 2),
@@ -77,6 +102,20 @@ def test_a_call_that_gives_the_same_bits_is_trusted_behind_a_cast():
         assert saved.rebuilt_bytes > 0
         loss.backward()
     assert ran[0] == ran[1] > ran[2] == ran[3] == ran[4]
+
+
+def test_an_operator_that_raises_when_it_is_called_again_is_tried_once():
+    calls = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(128, 128, requires_grad=True)
+        Raising.may, Raising.calls = True, 0
+        with lean("norm"):
+            loss = Raising.apply(x * 1.5).sin().sum()
+        calls.append(Raising.calls)
+        loss.backward()
+        assert Raising.calls == calls[-1]  # what it has made is kept
+    assert calls == [2, 1, 1]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])

@@ -176,15 +176,12 @@ class Arena final : public at::Allocator {
     } else {
       make_room(static_cast<int64_t>(n));
       if (limits_.empty()) return nullptr;
-      made = map(n);
-      if (made == nullptr) return nullptr;
+      void* const mapped = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (mapped == MAP_FAILED) return nullptr;
+      made = static_cast<char*>(mapped);
     }
     tensors_.emplace(made, n), in_tensors_ += static_cast<int64_t>(n), most_ = std::max(most_, in_tensors_);
     return made;
-  }
-  static char* map(size_t n) {
-    void* const made = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return made == MAP_FAILED ? nullptr : static_cast<char*>(made);
   }
   bool return_all() {  // whether there was anything to return
     const std::lock_guard lock(mutex_);

@@ -351,6 +351,13 @@ struct Log {
     const Memory& memory = memories[values[v].memory];
     return memory.current == v && memory.writer < 0;
   }
+  // The memory of a value that is still what the call made; null if it was freed or written.
+  c10::intrusive_ptr<c10::StorageImpl> at_hand(int v) const {
+    const Value& x = values[v];
+    if (!is_there(v) || x.counter.current_version() != x.version) return {};
+    auto storage = memories[x.memory].storage.lock();
+    return storage && static_cast<int64_t>(storage->nbytes()) >= x.made.extent() ? storage : decltype(storage)();
+  }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
   // Whether the kept memory is allocated. That of gathered weights is freed between uses.

@@ -81,52 +81,51 @@ inline Bits compared(const Tensor& again, const Tensor& before) {
   if (again.numel() == 0 || at::equal(bits(again), bits(before))) return Bits::kSame;
   return before.is_floating_point() && before.isnan().any().item<bool>() ? Bits::kNotKnown : Bits::kOther;
 }
-// The value as it is in memory, if that has not been freed or written; the tensor may be empty otherwise.
-inline Tensor at_hand(Log& log, int v) {
-  const Value& x = log.values[v];
-  if (x.lost || !log.is_there(v) || x.counter.current_version() != x.version) return {};
-  auto storage = log.memories[x.memory].storage.lock();
-  if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return {};
-  return over(c10::Storage(std::move(storage)), x.made);
+// Refuses the call that made a value with other bits if it is untried, otherwise all untried ones, since any may be wrong.
+inline void refuse(Log& log, int last, const c10::SmallVectorImpl<int>& untried) {
+  const bool is_last = std::find(untried.begin(), untried.end(), last) != untried.end();
+  for (const int one : untried)
+    if (one == last || !is_last) trust().refuse(kind_of(log, log.calls[one]));
 }
 
 // Makes calls of kinds that are not trusted once more right away, and compares the bits. On a device the host waits for that,
 // so it is not done while a graph is captured, and rarely after some trials whose values showed nothing.
 inline Why has_other_bits(Log& log, int v) {
-  const std::vector<Untried> untried = untried_of(log, v);
-  if (untried.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
-  std::vector<uint64_t> kinds;
-  for (const Untried& part : untried)
-    for (const int call : part.calls) kinds.push_back(kind_of(log, log.calls[call]));
+  const std::vector<Untried> parts = untried_of(log, v);
+  if (parts.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
+  c10::SmallVector<int, 8> untried;
+  for (const Untried& part : parts) untried.append(part.calls.begin(), part.calls.end());
   const bool on_device = is_on_device(log.values[v].made);
-  if (on_device && (std::any_of(kinds.begin(), kinds.end(), [](uint64_t kind) { return trust().is_vain(kind); }) || is_captured(log.values[v].held))) return Why::kUntried;
+  if (on_device) {
+    const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
+    if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
+  }
   const Tensor was = std::exchange(log.values[v].held, {});
-  Bits found = Bits::kNotKnown;
+  Bits found = Bits::kOther;
   std::map<int, Tensor> scratch;
   try {
     found = compared(Replay(log, &scratch).value(v), shown(was, log.values[v].made));
   } catch (const std::exception&) {  // the operator raised an error when it was called again: its result is kept
   }
-  bool same = found == Bits::kSame;
-  for (const Untried& part : untried) {
-    const Tensor before = part.by == v ? was : same && scratch.count(part.by) > 0 ? at_hand(log, part.by) : Tensor();
-    const Bits of_part = part.by == v || !before.defined() ? found : compared(scratch[part.by], before);
-    const int last = log.values[part.by].call;  // it is refused if it is untried, otherwise all untried ones, since any may be wrong
-    const bool is_last = std::find(part.calls.begin(), part.calls.end(), last) != part.calls.end();
-    const bool shows = of_part == Bits::kSame && has_several_values(before.defined() ? before : was);
+  log.values[v].held = was;
+  if (on_device)
+    for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
+  if (found == Bits::kOther) refuse(log, log.values[v].call, untried);
+  if (found != Bits::kSame) return Why::kOtherBits;
+  Why why = Why::kNone;
+  for (const Untried& part : parts) {
+    const auto storage = part.by == v || scratch.count(part.by) == 0 ? nullptr : log.at_hand(part.by);
+    const bool is_seen = part.by == v || storage;  // otherwise its calls are known by what `v` shows of them
+    const Tensor before = storage ? over(c10::Storage(storage), log.values[part.by].made) : was;
+    const Bits of_part = storage ? compared(scratch[part.by], before) : Bits::kSame;
+    if (of_part == Bits::kOther) refuse(log, log.values[part.by].call, part.calls), why = Why::kOtherBits;
+    if (of_part != Bits::kSame || !has_several_values(before)) continue;
     for (const int one : part.calls) {
       Call& call = log.calls[one];
-      if (shows && (before.defined() || !may_differ(call)) && has_varied_inputs(log, call, scratch)) trust().confirm(kind_of(log, call));
-      if (of_part == Bits::kOther && before.defined() && (one == last || !is_last)) trust().refuse(kind_of(log, call));
+      if ((is_seen || !may_differ(call)) && has_varied_inputs(log, call, scratch)) trust().confirm(kind_of(log, call));
     }
-    same = same && of_part != Bits::kOther;
   }
-  if (on_device)
-    for (const uint64_t kind : kinds) trust().looked(kind);
-  log.values[v].held = was;
-  if (found == Bits::kOther && untried[0].by != v)  // any of what was tried may be wrong
-    for (const uint64_t kind : kinds) trust().refuse(kind);
-  return same ? Why::kNone : Why::kOtherBits;
+  return why;
 }
 
 }  // namespace leannorm::recording

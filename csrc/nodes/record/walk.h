@@ -79,10 +79,9 @@ class Walk {
   }
   bool take(int v) {  // whether it can be kept although no node has saved it; then it is in `taken`
     Value& x = log_.values[v];
-    const Memory& memory = log_.memories[x.memory];
-    if (v == top_ || memory.sent || !log_.is_there(v) || x.counter.current_version() != x.version) return false;
-    const auto storage = memory.storage.lock();
-    if (!storage || static_cast<int64_t>(storage->nbytes()) < x.made.extent()) return false;
+    if (v == top_ || log_.memories[x.memory].sent) return false;
+    const auto storage = log_.at_hand(v);
+    if (!storage) return false;
     owned.push_back(storage);
     if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return refuse(Why::kFreed, v);
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;

@@ -242,13 +242,13 @@ class Log:
         number = self.values[v].memory
         return number < len(self.memories) and self.memories[number].current == v
 
-    def at_hand(self, v: int) -> Tensor | None:
-        """The value as it is in memory, if that has not been freed or written."""
+    def at_hand(self, v: int) -> torch.UntypedStorage | None:
+        """The memory of a value that is still what the call made; None if it was freed or written."""
         x = self.values[v]
-        if x.lost or not self.is_there(v) or x.counter._version != x.version:
+        if not self.is_there(v) or x.counter._version != x.version:
             return None
         storage = self.memories[x.memory].storage()
-        return None if storage is None or storage.nbytes() < x.made.extent else over(storage, x.made)
+        return None if storage is None or storage.nbytes() < x.made.extent else storage
 
     def shape_of(self, read: Read) -> Geometry:
         return self.values[read.value].made if read.shape is None else read.shape

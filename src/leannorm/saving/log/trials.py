@@ -12,7 +12,7 @@ from leannorm.ops import modes
 from leannorm.saving.evidence import same_bits
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.replay import Replay
-from leannorm.saving.log.tensors import Geometry, below, is_dense, is_of_several, sample_of, shown
+from leannorm.saving.log.tensors import Geometry, below, is_dense, is_of_several, over, sample_of, shown
 from leannorm.saving.log.values import Call
 from leannorm.saving.reasons import Why
 
@@ -118,7 +118,8 @@ def has_other_bits(log: Log, v: int) -> Why:
         if modes.capturing(x.held) or any(_is_vain(_kind_of(log, call)) for call in untried):
             return Why.UNTRIED
     was, x.held = x.held, None
-    same, replay = None, Replay(log, is_trial=True)
+    same: bool | None = False
+    replay = Replay(log, is_trial=True)
     assert was is not None
     try:
         same = _same(replay.value(v), shown(was, x.made))
@@ -126,36 +127,32 @@ def has_other_bits(log: Log, v: int) -> Why:
         pass
     finally:
         x.held = was
-    if same is False and parts[0][0] != v:  # any of what was tried may be wrong
-        _refuse(log, untried)
-    for by, calls in parts:
-        memory = log.at_hand(by) if same and by in replay.made else None
-        if by == v:
-            _judge(log, by, calls, replay, same, was)
-        elif memory is not None:
-            of_part = _same(replay.made[by], memory)
-            _judge(log, by, calls, replay, of_part, memory)
-            same = of_part is not False
-        elif same:
-            _judge(log, by, [call for call in calls if not _may_differ(call)], replay, True, was)
     for call in untried if on_device else ():
         _LOOKS[_kind_of(log, call)] += 1
-    return Why.NONE if same else Why.OTHER_BITS
-
-
-def _judge(log: Log, by: int, calls: list[Call], replay: Replay, same: bool | None, before: Tensor) -> None:
-    """Trust the calls more, or refuse them, by whether the value that they have made has the same bits."""
-    if same and _has_several_values(before):
+    if same is False:
+        _refuse(log, log.calls[x.call], untried)
+    if not same:
+        return Why.OTHER_BITS
+    why = Why.NONE
+    for by, calls in parts:
+        storage = log.at_hand(by) if by != v and by in replay.made else None
+        memory = was if storage is None else over(storage, log.values[by].made)
+        of_part = storage is None or _same(replay.made[by], memory)
+        if of_part is False:
+            _refuse(log, log.calls[log.values[by].call], calls)
+            why = Why.OTHER_BITS
+        if not of_part or not _has_several_values(memory):
+            continue
+        is_seen = by == v or storage is not None  # otherwise its calls are known by what `v` shows of them
         for call in calls:
-            if _has_varied_inputs(log, call, replay):
+            if (is_seen or not _may_differ(call)) and _has_varied_inputs(log, call, replay):
                 _change(log, call, 1)
-    if same is False:  # the last call is to blame if it is untried, else any of the others may be
-        last = log.calls[log.values[by].call]
-        _refuse(log, [last] if last in calls else calls)
+    return why
 
 
-def _refuse(log: Log, calls: list[Call]) -> None:
-    for call in calls:
+def _refuse(log: Log, last: Call, untried: list[Call]) -> None:
+    """Refuse the call that made a value with other bits, if it is untried, else all, as any may be wrong."""
+    for call in [last] if last in untried else untried:
         _change(log, call, -_MANY)
 
 

@@ -69,11 +69,7 @@ class Walk:
 
     def _take(self, v: int) -> bool:
         log, x = self.log, self.log.values[v]
-        if v == self.top or not log.is_there(v) or x.counter._version != x.version:
-            return False
-        memory = log.memories[x.memory]
-        storage = None if memory.sent else memory.storage()
-        if storage is None or storage.nbytes() < x.made.extent:
+        if v == self.top or log.at_hand(v) is None or log.memories[x.memory].sent:
             return False
         if not x.is_outside:  # then more bytes are kept
             if x.storage_bytes > self.may_hold:
