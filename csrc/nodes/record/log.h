@@ -380,9 +380,9 @@ inline thread_local std::shared_ptr<Log> current;
 // module that does not run now, and may have freed it by then; 0 for any other tensor.
 inline int gathered(const Log& log, const Tensor& t) {
   const auto& first = log.first;
-  if (!first || !first->owns) return 0;
+  if (!first || !first->owns || first->owns.is_none()) return 0;
   const py::gil_scoped_acquire gil;
-  return first->owns.is_none() ? 0 : py::cast<int>(first->owns(t));
+  return py::cast<int>(first->owns(t));
 }
 inline bool is_idle(const Log& log, const Value& x, const Tensor& memory) {
   return log.gathers && x.call < 0 && !x.copied && gathered(log, memory) == 2;

@@ -112,18 +112,29 @@ inline Tensor alias_of(const Tensor& t) {
   return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
 
-// Replaces every NaN with the same one. Which NaN a kernel makes of two is not specified, and may depend on the alignment
-// of the memory.
-inline uint64_t with_one_nan(uint64_t word, at::ScalarType dtype) {
-  const auto real = c10::toRealValueType(dtype);
-  if (!at::isFloatingType(real) || c10::elementSize(real) < 2) return word;
-  const auto infinite = real == at::kDouble ? 0x7FF0000000000000ull : real == at::kFloat ? 0x7F800000ull : real == at::kHalf ? 0x7C00ull : 0x7F80ull;
-  const int bits = static_cast<int>(8 * c10::elementSize(real));
-  const uint64_t one = bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
-  for (int at = 0; at < 64; at += bits)
-    if ((word >> at & one >> 1) > infinite) word |= one << at;
-  return word;
-}
+// Replaces every NaN in a word with the same one. Which NaN a kernel makes of two is not specified, and may depend on the
+// alignment of the memory.
+struct OneNaN {
+  int bits = 0;  // of a number; 0: nothing is replaced
+  uint64_t infinite = 0;
+
+  explicit OneNaN(at::ScalarType dtype) {
+    switch (c10::toRealValueType(dtype)) {
+      case at::kDouble: bits = 64, infinite = 0x7FF0000000000000ull; break;
+      case at::kFloat: bits = 32, infinite = 0x7F800000ull; break;
+      case at::kHalf: bits = 16, infinite = 0x7C00ull; break;
+      case at::kBFloat16: bits = 16, infinite = 0x7F80ull; break;
+      default: break;
+    }
+  }
+  uint64_t operator()(uint64_t word) const {
+    if (bits == 0) return word;
+    const uint64_t one = bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
+    for (int at = 0; at < 64; at += bits)
+      if ((word >> at & one >> 1) > infinite) word |= one << at;
+    return word;
+  }
+};
 
 // A hash of some bytes of a tensor on a CPU, which shows most edits that the dispatcher has not seen.
 struct Sample {
@@ -137,14 +148,18 @@ struct Sample {
     made.words = words;
     if (!is_on_host(t) || t.numel() == 0 || !t.is_non_overlapping_and_dense()) return made;
     const auto* const data = static_cast<const unsigned char*>(t.const_data_ptr());
-    const int64_t n = static_cast<int64_t>(t.nbytes()), width = std::min<int64_t>(n, 8), item = std::min(static_cast<int64_t>(t.itemsize()), width);
     if (data == nullptr) return made;
+    const int64_t n = static_cast<int64_t>(t.nbytes()), width = std::min<int64_t>(n, 8), item = std::min(static_cast<int64_t>(t.itemsize()), width);
+    const int64_t last = (n - width) / item * item, step = (last << 8) / (words - 1);
+    const OneNaN with_one_nan(t.scalar_type());
     made.taken = true;
     uint64_t first = 0;
     for (int64_t i = 0; i < words; ++i) {
+      const int64_t at = i == words - 1 ? last : (i * step >> 8) & -item;  // the size of an element is a power of two
       uint64_t word = 0;
-      std::memcpy(&word, data + (n - width) * i / (words - 1) / item * item, width);
-      word = with_one_nan(word, t.scalar_type());
+      if (width == 8) std::memcpy(&word, data + at, 8);
+      else std::memcpy(&word, data + at, width);
+      word = with_one_nan(word);
       if (i == 0) first = word;
       made.has_several |= word != first;
       made.bits = (made.bits ^ word) * 0x9E3779B97F4A7C15ull + (made.bits >> 29);
