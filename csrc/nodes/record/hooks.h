@@ -82,7 +82,7 @@ inline bool is_parameter(const Tensor& t) {
 // The functions that saving/cpp_log.py sets, and C++ calls.
 struct OfPython {
   py::object others;               // unpacks what small passes have packed
-  py::object in_rows, unbuilt;     // whether a log-softmax's gradient has the same bits by rows; a stand-in for one, or None
+  py::object in_rows, unbuilt;     // whether a log-softmax's gradient has the same bits by rows; a stand-in for a dropped tensor, or None
   py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of these two
   py::object compare;              // compare(rebuilt, original, name, layer) raises if they differ
 };
@@ -322,8 +322,21 @@ inline void backward_begins(Log& log) {
   for (Follower* const one : log.following) one->note();
 }
 
-// The unpack hook; `unpack_now` returns the tensor itself, never a stand-in.
-template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
+// The saved tensor.
+inline Tensor read(SavedObject& s) {
+  const at::AutoGradMode mode(false);
+  const auto spent = s.log->spent;
+  const Adding time(spent && s.log->values[s.value].state == Value::kDropped ? &spent->rebuilding : nullptr);
+  Tensor t = rebuilt(s);
+  if (const auto limit = s.log->limit) limit->reads(s.log->values[s.value].storage_bytes);
+  return t;
+}
+
+// From so many bytes on, nodes may get a stand-in for what they do not read at once. It takes the host some 40 us.
+constexpr int64_t kWaits = 1 << 22, kWaitsOnDevice = 1 << 26;
+
+// The unpack hook.
+inline PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
   auto& s = *reinterpret_cast<SavedObject*>(given);
@@ -332,23 +345,30 @@ template <bool kNow> PyObject* unpack(PyObject*, PyObject* given) {
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
   const Value& x = s.log->values[s.value];
-  const bool reads_rows = !kNow && x.in_rows && x.state == Value::kDropped && !s.geometry && !s.original.defined() && !x.rebuilt.defined() && !x.shown.defined();
-  if (reads_rows && flags_now() == s.log->flags) {  // rows are computed under the current flags
-    const py::object stand_in = python().unbuilt(py::handle(given), py::cast(std::vector<int64_t>(x.made.sizes.begin(), x.made.sizes.end())), dtype_of(x.made.dtype));
+  const bool may_wait = x.state == Value::kDropped && !x.made.fake && !s.original.defined() && !x.shown.defined() && !s.spec;
+  const bool in_rows = may_wait && x.in_rows && !s.geometry && !x.rebuilt.defined() && flags_now() == s.log->flags;  // rows are computed under the current flags
+  if (in_rows || (may_wait && x.storage_bytes >= (is_on_device(x.made) ? kWaitsOnDevice : kWaits))) {
+    const Geometry& as = s.geometry ? *s.geometry : x.made;
+    const auto list = [](const auto& of) { return py::cast(std::vector<int64_t>(of.begin(), of.end())); };
+    const py::object stand_in = python().unbuilt(py::handle(given), list(as.sizes), list(as.strides), dtype_of(as.dtype), py::cast(as.device), in_rows);
     if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
   }
-  const at::AutoGradMode mode(false);
-  const auto spent = s.log->spent;
-  const Adding time(spent && x.state == Value::kDropped ? &spent->rebuilding : nullptr);
-  const Tensor t = rebuilt(s);
-  const auto limit = s.log->limit;
+  const Tensor t = read(s);
   py::object tensor = s.spec ? python().shared(t, s.spec) : py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
-  if (limit) limit->reads(s.log->values[s.value].storage_bytes);
   return tensor.release().ptr();
   END_HANDLE_TH_ERRORS
 }
-// For saving/rows.py: `skip` notes that a reader needs no rebuild, and `rows_of` returns what the rows are computed from, the
-// casts in between, and where to note the time that they take.
+// For saving/unbuilt.py: `read_now` returns the tensor, and whether nobody else has its memory; `skip` notes that a reader needs
+// no rebuild, and `rows_of` returns what the rows are computed from, the casts in between, and where to note the time that they take.
+inline PyObject* read_now(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<SavedObject*>(given);
+  const Log::Lock lock(*s.log);
+  const Tensor t = read(s);
+  const bool alone = s.log->values[s.value].state == Value::kDropped && t.use_count() == 1 && t.storage().use_count() == 1;
+  return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(t)), alone).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
 inline PyObject* skip(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
   auto& s = *reinterpret_cast<SavedObject*>(given);
@@ -369,6 +389,6 @@ inline PyObject* rows_of(PyObject*, PyObject* given) {
   return py::make_tuple(py::reinterpret_steal<py::object>(THPVariable_Wrap(source.rows)), casts, s.log->spent).release().ptr();
   END_HANDLE_TH_ERRORS
 }
-inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack<false>, METH_O, nullptr}, {"unpack_now", &unpack<true>, METH_O, nullptr}, {nullptr}};
+inline PyMethodDef hooks[] = {{"skip", &skip, METH_O, nullptr}, {"rows_of", &rows_of, METH_O, nullptr}, {"pack", &pack, METH_O, nullptr}, {"unpack", &unpack, METH_O, nullptr}, {"read", &read_now, METH_O, nullptr}, {nullptr}};
 
 }  // namespace leannorm::recording

@@ -2,14 +2,14 @@
 
 At the loss of a language model the output of the log-softmax, the gradient that comes in and the one that
 goes out are the largest tensors of a step, and together its peak. Two of them can be avoided. The node gets a
-tensor without memory, `Unbuilt`. The operator that reads it rebuilds some rows, and writes their gradient
-over the incoming one if nothing else refers to that. Every other operator gets the whole tensor.
+stand-in (unbuilt.py). The operator that reads it rebuilds some rows, and writes their gradient over the
+incoming one if nothing else refers to that.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from math import prod
 from time import perf_counter
@@ -18,12 +18,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map_only
 
-from leannorm.autograd.nodes import NODES
 from leannorm.ops.modes import capturing, in_no_mode
+from leannorm.saving import unbuilt
 from leannorm.saving.evidence import layout, same_bits
 from leannorm.saving.flags import Flags, without_autocast
+from leannorm.saving.unbuilt import Source, Unbuilt, reads
 
 _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
@@ -35,14 +35,7 @@ _ROWS = 16  # a part has a multiple of this many rows, so that its memory is ali
 _FEWEST = 4  # parts; with fewer, little is saved
 
 # Functions of torch that are not public: if one is missing, log-softmaxes are rebuilt as a whole
-_SUPPORTED = (
-    hasattr(Tensor, "_use_count")
-    and hasattr(torch._C._functorch, "maybe_current_level")
-    and all(
-        hasattr(torch._C, name)
-        for name in ("_storage_Use_Count", "_current_autograd_node", "_len_torch_dispatch_stack")
-    )
-)
+_SUPPORTED = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 _SEEN: dict[Hashable, bool] = {}
 _MAX_SEEN = 1 << 10
 
@@ -63,7 +56,7 @@ def fits(tensor: Tensor, flags: Flags) -> bool:
 
 def _fits(tensor: Tensor, flags: Flags) -> bool:
     """Whether such a log-softmax over its last dim has the same bits in parts. Tried once per layout."""
-    if not _SUPPORTED or type(tensor) is not Tensor or not tensor.is_contiguous():
+    if not (_SUPPORTED and unbuilt.SUPPORTED) or type(tensor) is not Tensor or not tensor.is_contiguous():
         return False
     if not tensor.numel() or len(list(_parts(tensor.shape, tensor.device))) < _FEWEST:
         return False
@@ -116,92 +109,30 @@ def _without_values(like: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-class Source:
-    """A log-softmax that was dropped by a pass that C++ records, and can be rebuilt as a whole or by rows."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, saved: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self._saved, self.shape, self.dtype = saved, torch.Size(shape), dtype
-
-    def skip(self) -> None:
-        """Note that a reader needed no rebuild."""
-        NODES.record_skip(self._saved)
-
-    def read(self) -> Tensor:
-        """The whole tensor."""
-        tensor: Tensor = NODES.record_unpack_now(self._saved)
-        return tensor
-
-    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype], Any]:
-        """The tensor from whose rows these are made, the casts in between, and what the step has spent, if
-        that is measured. It can be read once."""
-        made: tuple[Tensor, list[torch.dtype], Any] = NODES.record_rows_of(self._saved)
-        return made
-
-
-def stand_in(saved: Any, shape: list[int], dtype: torch.dtype) -> Tensor | None:
+def stand_in(
+    saved: Any, shape: list[int], strides: list[int], dtype: torch.dtype, device: torch.device, in_rows: bool
+) -> Tensor | None:
     """A tensor without memory for the node that reads now what was `saved`; None if it needs the tensor."""
-    value = Source(saved, shape, dtype)
-    return Unbuilt(value, value.shape, dtype, value.device) if _may_be_unbuilt() else None
+    readers = _READERS if in_rows else unbuilt.NODES_THAT_WAIT
+    if not unbuilt.may_stand_for(readers):
+        return None
+    return Unbuilt(Source(saved, dtype), shape, strides, dtype, device)
 
 
-def _may_be_unbuilt() -> bool:
-    """Whether the node that reads now needs only rows, or no values. Not if a mode or transform is active."""
-    node = torch._C._current_autograd_node()
-    if node is None or type(node).__name__ not in _READERS or torch.is_grad_enabled():
-        return False
-    modes = torch._C._len_torch_dispatch_stack()
-    return not modes and torch._C._functorch.maybe_current_level() is None
+@reads(_OF_LOSS)
+def _of_loss(args: tuple[Any, ...]) -> Any:
+    if type(args[0]) is not Tensor or type(args[1]) is not Unbuilt:
+        return NotImplemented
+    args[1].value.skip()
+    return _OF_LOSS(args[0], _without_values(args[1]), *args[2:])
 
 
-class Unbuilt(Tensor):
-    """Stands for a log-softmax that is not rebuilt yet. All operators but two get the whole tensor."""
-
-    value: Source
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, value: Source, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
-        made: Unbuilt = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.value = value
-        return made
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is _aten.detach.default:
-            x = args[0]
-            return cls(x.value, x.shape, x.dtype, x.device)
-        if function is _OF_LOSS and type(args[1]) is cls and type(args[0]) is Tensor and not kwargs:
-            args[1].value.skip()
-            return function(args[0], _without_values(args[1]), *args[2:])
-        if function is _GRADIENT and type(args[0]) is Tensor and len(args) == 4 and not kwargs:
-            owners = _owners(args)  # before anything else refers to the gradient
-            made = _gradient_of(args[1].value, args[0], args[3], owners)
-            if made is not None:
-                return made
-        return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
-
-
-def _whole(x: Unbuilt) -> Tensor:
-    with torch.no_grad(), without_autocast():
-        return x.value.read()
-
-
-def _of_torch(t: Tensor) -> bool:
-    """Whether torch's allocator made this tensor's memory, for this process alone.
-
-    Other memory may belong to an array, a buffer, a file or another process, which no count here shows.
-    """
-    memory = t.untyped_storage()
-    return memory.resizable() and (memory.device.type != "cpu" or not memory.is_shared())
+@reads(_GRADIENT)
+def _of_rows(args: tuple[Any, ...]) -> Any:
+    if type(args[0]) is not Tensor or len(args) != 4:
+        return NotImplemented
+    owners = _owners(args)  # before anything else refers to the gradient
+    return _gradient_of(args[1].value, args[1].shape, args[0], args[3], owners)
 
 
 def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
@@ -223,7 +154,7 @@ class _Probe(Unbuilt):
         if function is _GRADIENT:
             _Probe.owners = _owners(args)
         if function is _aten.detach.default:
-            return cls(args[0].value, args[0].shape, args[0].dtype, args[0].device)
+            return cls._of(args[0])
         return torch.zeros(args[1].shape)
 
     @classmethod
@@ -235,7 +166,7 @@ class _Probe(Unbuilt):
 
     @staticmethod
     def _of(x: Tensor) -> Tensor:
-        return _Probe(cast(Source, None), x.shape, x.dtype, x.device)
+        return _Probe(cast(Source, None), x.shape, x.stride(), x.dtype, x.device)
 
 
 @lru_cache
@@ -247,22 +178,22 @@ def _owners_when_alone() -> tuple[int, int, int]:
 
 @torch.no_grad()
 def _gradient_of(
-    value: Source, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
-) -> Tensor | None:
+    value: Source, shape: torch.Size, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
+) -> Any:
     """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd has that.
 
-    None if it must be computed as a whole.
+    NotImplemented if it must be computed as a whole.
     """
     if dtype is not value.dtype or gradient.dtype is not dtype or not gradient.is_contiguous():
-        return None
-    alone = gradient._base is None and owners == _owners_when_alone() and _of_torch(gradient)
-    width = value.shape[-1]
+        return NotImplemented
+    alone = gradient._base is None and owners == _owners_when_alone() and unbuilt.is_of_torch(gradient)
+    width = shape[-1]
     with without_autocast():
         source, casts, spent = value.source_of_rows()
         out = gradient if alone else torch.empty_like(gradient)
         x, g, made = (t.reshape(-1, width) for t in (source, gradient, out))
         seconds = 0.0
-        for start, stop in _parts(value.shape, value.device):
+        for start, stop in _parts(shape, gradient.device):
             began = perf_counter()
             part = x[start:stop]
             for to in casts:

@@ -1,0 +1,131 @@
+"""Dropped tensors that are rebuilt when an operator reads them, and not before.
+
+A node asks for all of its tensors before it computes anything, and has them until it has ended. So the
+rebuilt input of a linear layer would be there while the gradient of that input is made, and with a product,
+both factors and both gradients. A node of these kinds gets a tensor without memory instead, `Unbuilt`. The
+operator that reads it has it rebuilt, and frees it. A product writes the gradient over the factor if nobody
+else has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from leannorm.autograd.nodes import NODES
+from leannorm.saving.evidence import layout
+from leannorm.saving.flags import without_autocast
+
+_aten = torch.ops.aten
+READERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {}
+"""By operator, a function of its arguments that returns its result, or NotImplemented if it needs the whole
+tensors. Every other operator gets those."""
+NODES_THAT_WAIT = {"MmBackward0", "AddmmBackward0", "MulBackward0"}
+
+# Functions of torch that are not public: if one is missing, nodes get rebuilt tensors
+SUPPORTED = hasattr(torch._C._functorch, "maybe_current_level") and all(
+    hasattr(torch._C, name) for name in ("_current_autograd_node", "_len_torch_dispatch_stack")
+)
+
+
+def reads(operator: Any) -> Callable[[Callable[[tuple[Any, ...]], Any]], Callable[[tuple[Any, ...]], Any]]:
+    """Add a function to `READERS`."""
+
+    def added(reader: Callable[[tuple[Any, ...]], Any]) -> Callable[[tuple[Any, ...]], Any]:
+        READERS[operator] = reader
+        return reader
+
+    return added
+
+
+class Source:
+    """A tensor that was dropped by a pass that C++ records, and can be rebuilt as a whole or, if it is a
+    log-softmax, by rows. It can be read once."""
+
+    def __init__(self, saved: Any, dtype: torch.dtype) -> None:
+        self._saved, self.dtype = saved, dtype
+
+    def skip(self) -> None:
+        """Note that a reader needed no rebuild."""
+        NODES.record_skip(self._saved)
+
+    def read(self) -> tuple[Tensor, bool]:
+        """The whole tensor, and whether nobody else has its memory."""
+        with torch.no_grad(), without_autocast():
+            made: tuple[Tensor, bool] = NODES.record_read(self._saved)
+            return made
+
+    def source_of_rows(self) -> tuple[Tensor, list[torch.dtype], Any]:
+        """The tensor from whose rows these are made, the casts in between, and what the step has spent, if
+        that is measured."""
+        made: tuple[Tensor, list[torch.dtype], Any] = NODES.record_rows_of(self._saved)
+        return made
+
+
+class Unbuilt(Tensor):
+    """Stands for a tensor that is not rebuilt yet."""
+
+    value: Source
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Source, shape: Any, strides: Any, dtype: torch.dtype, device: Any) -> Unbuilt:
+        made: Unbuilt = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+        made.value = value
+        return made
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is _aten.detach.default:
+            x = args[0]
+            return cls(x.value, x.shape, x.stride(), x.dtype, x.device)
+        if function in READERS and not kwargs:
+            made = READERS[function](args)
+            if made is not NotImplemented:
+                return made
+        return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
+
+
+def _whole(x: Unbuilt) -> Tensor:
+    return x.value.read()[0]
+
+
+@reads(_aten.mul.Tensor)
+def _times_gradient(args: tuple[Any, ...]) -> Any:
+    """A gradient times a factor, in the factor's memory if nobody else has that."""
+    gradient, factor = args
+    if type(gradient) is not Tensor or type(factor) is not Unbuilt:
+        return NotImplemented
+    whole, alone = factor.value.read()
+    if alone and is_of_torch(whole) and layout(gradient) == layout(whole):
+        return torch.mul(gradient, whole, out=whole)
+    return torch.mul(gradient, whole)
+
+
+def is_of_torch(t: Tensor) -> bool:
+    """Whether torch's allocator made this tensor's memory, for this process alone.
+
+    Other memory may belong to an array, a buffer, a file or another process, which no count here shows.
+    """
+    memory = t.untyped_storage()
+    return memory.resizable() and (memory.device.type != "cpu" or not memory.is_shared())
+
+
+def may_stand_for(names: set[str]) -> bool:
+    """Whether a node of such a name reads now. Not if a mode or a transform is active."""
+    node = torch._C._current_autograd_node() if SUPPORTED else None
+    if node is None or type(node).__name__ not in names or torch.is_grad_enabled():
+        return False
+    modes = torch._C._len_torch_dispatch_stack()
+    return not modes and torch._C._functorch.maybe_current_level() is None
