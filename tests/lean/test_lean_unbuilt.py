@@ -39,6 +39,12 @@ class Gelu(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class WithoutBias(Gelu):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, MIDDLE, bias=False), nn.Linear(MIDDLE, WIDTH, bias=False)
+
+
 class Fused(Gated):
     """Gate and value are halves of one product, as in Phi-3."""
 
@@ -88,13 +94,42 @@ class Widened(Gated):
         return self.down((F.silu(self.gate(x)) * wide).to(x.dtype))
 
 
+class Activated(Gated):
+    """Each activation's node reads what it has saved over once, at the end."""
+
+    def forward(self, x):
+        h = torch.tanh(self.gate(x)) * torch.sigmoid(self.up(x))
+        return self.down(F.gelu(h, approximate="tanh") + F.silu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """As models write it where no kernel does: with a soft cap, and a softmax in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = torch.tanh(q @ k.transpose(-1, -2) / 3) * 5
+        weights = F.softmax(scores, -1, dtype=torch.float32).to(x.dtype)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class OverColumns(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(torch.softmax(q @ k.transpose(-1, -2), 1).transpose(-1, -2) @ v)
+
+
 class Complex(Gated):
     def forward(self, x):
         a, u = (torch.polar(torch.ones_like(z), z) for z in (self.gate(x), self.up(x)))
         return self.down((a * u).real)
 
 
-MODELS = [Gated, Gelu, Fused, Transposed, Squared, ReadTwice, Broadcast, Widened, Complex]
+MODELS = [Gated, Gelu, WithoutBias, Fused, Transposed, Squared, ReadTwice, Broadcast, Widened, Complex]
+MODELS += [Activated, Attention, OverColumns]
 SETTINGS = {"conv": lambda: lean("conv"), "lean": lean, "budget": lambda: lean(budget=0.2)}
 
 
@@ -144,8 +179,12 @@ def test_gradients_are_those_of_stock(kind, setting, dtype):
         assert same(stock, gradients(model, x, SETTINGS[setting]()))
 
 
-def test_a_gated_mlp_has_four_tensors_at_once(stood):
-    model, x = made(Gated)
+@pytest.mark.parametrize(
+    ("kind", "most", "written"), [(Gated, 4, 4), (WithoutBias, 2, 2)], ids=["gated", "gelu"]
+)
+def test_an_mlp_has_few_tensors_at_once(kind, most, written, stood):
+    """Gate, its SiLU, up, and their product or its gradient; before, six and three."""
+    model, x = made(kind)
     for _ in range(3):
         gradients(model, x, lean("conv"))
     stood.clear()
@@ -157,9 +196,8 @@ def test_a_gated_mlp_has_four_tensors_at_once(stood):
     for leaf in (x, *model.parameters()):
         leaf.grad = None
     ours = measure_step(forward).peak
-    whole, rest = divmod(ours, MIDDLE_BYTES)
-    assert whole == 4, rest / MIDDLE_BYTES  # gate, its SiLU, up, and their product or its gradient
-    assert stood.count(True) == 3  # the product, once read, and both factors
+    assert most <= ours / MIDDLE_BYTES < most + 0.5
+    assert stood.count(True) == written  # that nobody else had
 
 
 def backward_twice(loss):
@@ -207,7 +245,7 @@ WAYS = [backward_twice, differentiated_again, within_a_mode, in_anomaly_mode, un
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Gated, ReadTwice, Gelu], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Gated, ReadTwice, Gelu, Attention], ids=lambda kind: kind.__name__)
 def test_every_way_to_run_the_backward_pass(kind, way):
     model, x = made(kind)
     stock = gradients(model, x, torch.enable_grad(), way)

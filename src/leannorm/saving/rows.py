@@ -120,7 +120,7 @@ def stand_in(
 
 
 @reads(_OF_LOSS)
-def _of_loss(args: tuple[Any, ...]) -> Any:
+def _of_loss(args: tuple[Any, ...], _: dict[str, Any]) -> Any:
     if type(args[0]) is not Tensor or type(args[1]) is not Unbuilt:
         return NotImplemented
     args[1].value.skip()
@@ -128,7 +128,7 @@ def _of_loss(args: tuple[Any, ...]) -> Any:
 
 
 @reads(_GRADIENT)
-def _of_rows(args: tuple[Any, ...]) -> Any:
+def _of_rows(args: tuple[Any, ...], _: dict[str, Any]) -> Any:
     if type(args[0]) is not Tensor or len(args) != 4:
         return NotImplemented
     owners = _owners(args)  # before anything else refers to the gradient

@@ -3,8 +3,8 @@
 A node asks for all of its tensors before it computes anything, and has them until it has ended. So the
 rebuilt input of a linear layer would be there while the gradient of that input is made, and with a product,
 both factors and both gradients. A node of these kinds gets a tensor without memory instead, `Unbuilt`. The
-operator that reads it has it rebuilt, and frees it. A product writes the gradient over the factor if nobody
-else has it.
+operator that reads it has it rebuilt, and frees it. Some operators write a gradient over it instead, if
+nobody else has its memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,24 @@ from leannorm.saving.evidence import layout
 from leannorm.saving.flags import without_autocast
 
 _aten = torch.ops.aten
-READERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {}
+Reader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+READERS: dict[Any, Reader] = {}
 """By operator, a function of its arguments that returns its result, or NotImplemented if it needs the whole
 tensors. Every other operator gets those."""
-NODES_THAT_WAIT = {"MmBackward0", "AddmmBackward0", "MulBackward0"}
+_OVERWRITE = {
+    _aten.mul.Tensor: (_aten.mul.out, "out"),
+    _aten._softmax_backward_data.default: (_aten._softmax_backward_data.out, "grad_input"),
+    _aten.gelu_backward.default: (_aten.gelu_backward.grad_input, "grad_input"),
+    _aten.silu_backward.default: (_aten.silu_backward.grad_input, "grad_input"),
+    _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
+    _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
+}
+"""Operators of a gradient and a saved tensor that compute row by row, or element by element, and so may write
+their result over the saved tensor: by which overload, and the name of its argument."""
+NODES_THAT_WAIT = {
+    *("MmBackward0", "AddmmBackward0", "BmmBackward0", "MulBackward0", "SoftmaxBackward0"),
+    *("GeluBackward0", "SiluBackward0", "SigmoidBackward0", "TanhBackward0"),
+}
 
 # Functions of torch that are not public: if one is missing, nodes get rebuilt tensors
 SUPPORTED = hasattr(torch._C._functorch, "maybe_current_level") and all(
@@ -32,10 +46,10 @@ SUPPORTED = hasattr(torch._C._functorch, "maybe_current_level") and all(
 )
 
 
-def reads(operator: Any) -> Callable[[Callable[[tuple[Any, ...]], Any]], Callable[[tuple[Any, ...]], Any]]:
+def reads(operator: Any) -> Callable[[Reader], Reader]:
     """Add a function to `READERS`."""
 
-    def added(reader: Callable[[tuple[Any, ...]], Any]) -> Callable[[tuple[Any, ...]], Any]:
+    def added(reader: Reader) -> Reader:
         READERS[operator] = reader
         return reader
 
@@ -87,13 +101,14 @@ class Unbuilt(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function in _OVERWRITE:
+            return _overwritten(function, args, kwargs)
         if function is _aten.detach.default:
             x = args[0]
             return cls(x.value, x.shape, x.stride(), x.dtype, x.device)
-        if function in READERS and not kwargs:
-            made = READERS[function](args)
-            if made is not NotImplemented:
-                return made
+        made = READERS[function](args, kwargs) if function in READERS else NotImplemented
+        if made is not NotImplemented:
+            return made
         return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
 
 
@@ -101,16 +116,15 @@ def _whole(x: Unbuilt) -> Tensor:
     return x.value.read()[0]
 
 
-@reads(_aten.mul.Tensor)
-def _times_gradient(args: tuple[Any, ...]) -> Any:
-    """A gradient times a factor, in the factor's memory if nobody else has that."""
-    gradient, factor = args
-    if type(gradient) is not Tensor or type(factor) is not Unbuilt:
-        return NotImplemented
-    whole, alone = factor.value.read()
-    if alone and is_of_torch(whole) and layout(gradient) == layout(whole):
-        return torch.mul(gradient, whole, out=whole)
-    return torch.mul(gradient, whole)
+def _overwritten(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the operator, in the memory of the saved tensor if nobody else has that."""
+    if type(args[0]) is not Tensor or type(args[1]) is not Unbuilt:
+        return function(*tree_map_only(Unbuilt, _whole, args), **kwargs)
+    whole, alone = args[1].value.read()
+    if alone and is_of_torch(whole) and layout(args[0]) == layout(whole):
+        overload, result = _OVERWRITE[function]
+        return overload(args[0], whole, *args[2:], **kwargs, **{result: whole})
+    return function(args[0], whole, *args[2:], **kwargs)
 
 
 def is_of_torch(t: Tensor) -> bool:
