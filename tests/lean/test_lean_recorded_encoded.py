@@ -147,7 +147,20 @@ def test_what_fits_is_kept_in_fewer_bytes(name):
     assert_read(before, seen, 2)
 
 
+def causal(size=(16, 128, 128)):
+    return torch.randn(size).masked_fill(torch.ones(size[1:]).triu(1).bool(), -float("inf")).softmax(-1)
+
+
+def with_last_bit_in(place, of):
+    of = of.clone()
+    of.view(torch.int32).view(-1)[place] |= 1
+    return of
+
+
 WHOLE = {
+    "a causal softmax": causal,
+    "a float's last bit in the middle": lambda: with_last_bit_in(2049, halves().float()),
+    "a float's last bit at the end": lambda: with_last_bit_in(-1, halves().float()),
     "three numbers": lambda: with_first([2.0], random_mask() / 0.7),
     "a third number at the end": lambda: with_first([2.0], random_mask() / 0.7).flip(0, 1) * 1,
     "a mask with -0.0": lambda: with_first([-0.0, 0.0], random_mask() / 0.7),
@@ -169,6 +182,19 @@ def test_what_does_not_fit_is_kept_as_it_is(name):
     assert not {BITS, INTEGERS, CAST} & set(kept)
     assert sum(kept.values()) == before.nbytes
     assert_read(before, seen)
+
+
+def test_a_causal_softmax_is_not_converted_in_vain():
+    """It begins with numbers that would fit in bfloat16: a 1 and zeros."""
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        kept, _, _ = kept_and_read(causal)
+    size = causal().nbytes
+    allocated = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert size in kept.values()
+    assert size in allocated
+    assert size // 2 not in allocated
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 1023])

@@ -22,7 +22,10 @@ def main():
     parser.add_argument("--warm", action="store_true", help="keep lean()'s caches over all programs")
     parser.add_argument("--most", type=int, default=10, help="failures to shrink, per process")
     parser.add_argument("--python", action="store_true", help="the log in Python, as without the C++ nodes")
+    parser.add_argument("--late", action="store_true", help="nodes get stand-ins for tensors of any size")
     options = parser.parse_args()
+    if options.late:
+        os.environ["PROGRAMS_LATE"] = "1"
     if options.python:
         os.environ["PROGRAMS_LOG"] = "python"
     from programs.campaign import campaign, show

@@ -144,24 +144,31 @@ template <class U> void from_integers(const Code& code, const Tensor& bytes, con
   });
 }
 
-// Whether the first elements end in so many zero bits: a float fits in a narrower one only if the digits that this lacks are 0.
-template <class U> bool first_end_in_zeros(const Tensor& t, int zeros) {
+// Whether some elements end in so many zero bits: a float fits in a narrower one only if the digits that this lacks are 0. The
+// first ones do not tell: those of a causal softmax are a 1 and zeros.
+template <class U> bool some_end_in_zeros(const Tensor& t, int zeros) {
   const U* const p = elements<U>(t);
-  return std::all_of(p, p + std::min(t.numel(), kFirst), [zeros](U x) { return (x & ((U{1} << zeros) - 1)) == 0; });
+  const int64_t n = t.numel(), count = std::min(n, kFirst);
+  const U lost = (U{1} << zeros) - 1;
+  for (int64_t i = 0; i < count; ++i)
+    if (((p[i] | p[i * (n / count)] | p[n - 1 - i]) & lost) != 0) return false;
+  return true;
 }
 
 // Takes the upper half of each float32's bits, which is a bfloat16. A cast could change a NaN's bits, or flush a denormal.
 inline std::optional<Coded> upper_halves_of(const Tensor& t) {
   const int64_t n = t.numel();
   const uint32_t* const p = elements<uint32_t>(t);
-  if (!first_end_in_zeros<uint32_t>(t, 16)) return {};
+  if (!some_end_in_zeros<uint32_t>(t, 16)) return {};
   const Tensor made = at::empty({n}, at::kBFloat16);
   uint16_t* const to = data<uint16_t>(made);
   std::atomic<bool> fits = true;
   at::parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
-    uint32_t lost = 0;
-    for (int64_t i = begin; i < end; ++i) lost |= p[i], to[i] = static_cast<uint16_t>(p[i] >> 16);
-    if (lost & 0xFFFF) fits = false;
+    for (int64_t at = begin; at < end && fits; at += kBlock) {
+      uint32_t lost = 0;
+      for (int64_t i = at; i < std::min(at + kBlock, end); ++i) lost |= p[i], to[i] = static_cast<uint16_t>(p[i] >> 16);
+      if (lost & 0xFFFF) fits = false;
+    }
   });
   if (!fits) return {};
   return Coded{made, std::make_shared<Code>(Code{Code::kUpperHalves, 0, 0, at::kBFloat16})};
@@ -184,7 +191,7 @@ inline std::optional<Coded> cast_of(const Tensor& t, at::ScalarType narrow) {
   const Tensor wide = flat(t);
   const int64_t n = wide.numel();
   const int zeros = narrow == at::kFloat ? 0 : narrow == at::kHalf ? 13 : 16;
-  if (wide.scalar_type() == at::kDouble ? !first_end_in_zeros<uint64_t>(t, 29 + zeros) : !first_end_in_zeros<uint32_t>(t, zeros)) return {};
+  if (wide.scalar_type() == at::kDouble ? !some_end_in_zeros<uint64_t>(t, 29 + zeros) : !some_end_in_zeros<uint32_t>(t, zeros)) return {};
   const Tensor made = at::empty({n}, wide.options().dtype(narrow));
   for (int64_t begin = 0; begin < n; begin += kChunk) {
     const Tensor part = wide.narrow(0, begin, std::min(kChunk, n - begin)), there = part.to(narrow), back = there.to(wide.scalar_type());

@@ -246,6 +246,7 @@ inline void add_record(py::module_ module) {
     set.others = std::move(others), set.local = std::move(local), set.spec = std::move(spec), set.shared = std::move(shared), set.compare = std::move(compare);
   });
   module.def("set_rows", [](py::object in_rows, py::object unbuilt) { python().in_rows = std::move(in_rows), python().unbuilt = std::move(unbuilt); });
+  module.def("set_waits_from", [](int64_t bytes) { waits_from = waits_from_on_device = bytes; });
   module.def("set_varying", [](const std::vector<std::string>& names) { varying().insert(names.begin(), names.end()); });
   module.def("set_capturing", [](py::object asked) { asks_capturing() = std::move(asked); });
   module.def("set_fakes", [](const py::type& type, py::object make) { fakes() = {reinterpret_cast<PyTypeObject*>(type.ptr()), std::move(make)}; });
