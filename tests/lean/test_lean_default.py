@@ -251,6 +251,17 @@ def test_a_goal_of_one_s_own_is_not_the_default():
     assert ours.saved.plan == plan(HALF, ours.saved.plan.made_for)
 
 
+def test_what_recording_takes_is_a_part_of_the_tenth():
+    ours, _ = both(products)
+    ours.state(lean())
+    passed = ours.saved.plan.made_for
+    made = [plan(HALF, passed._replace(recording=share)) for share in (0.0, 0.03, 0.05, 0.5)]
+    for one, most in zip(made, (0.1, 0.07, 0.05, 0.05), strict=True):
+        assert one.chosen.overhead <= most
+    assert made[0].chosen.overhead > 0.07  # so that less is possible
+    assert made[0].ratio < made[1].ratio <= made[2].ratio == made[3].ratio < 1
+
+
 def mlp():
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(64, 32)
 

@@ -10,7 +10,7 @@ from lean_cases import forget_trials
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import rows
+from leannorm.saving import plans, rows
 from leannorm.saving.remembered import nothing_remembered
 
 pytestmark = [
@@ -188,6 +188,15 @@ def test_a_step_that_is_not_one_says_nothing(case):
         del loss
         plans.append(saved.plan)
     assert plans[-1].ratio == plans[2].ratio < 1
+
+
+def test_what_recording_takes_is_measured(with_and_without_nodes):
+    """The log in Python does not measure it."""
+    plan_of(Slow(2e-3), 6)
+    entries = [entry for known in plans.KNOWN.values() for entry in known.entries]
+    found = [share for entry in entries for share in entry.made.recording]
+    assert found
+    assert all(0 < share < 1 for share in found) if with_and_without_nodes else set(found) == {0}
 
 
 def test_two_steps_within_one_pass_say_nothing():

@@ -199,23 +199,10 @@ inline std::shared_ptr<const Other> other_of(Log& log, PyObject* given) {
   return made;
 }
 
-// What the hooks take is no time of the operator that saves.
-struct InHook {
-  const std::shared_ptr<Log> log = current && current->measures ? current : nullptr;
-  const double start = log ? clock_now() : 0;
-  InHook() = default;
-  InHook(const InHook&) = delete;
-  ~InHook() {
-    if (!log) return;
-    const double taken = clock_now() - start;
-    log->in_hooks += taken, log->spent->hooks += taken;
-  }
-};
-
 // The pack hook.
 inline PyObject* pack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  const InHook timed;
+  const Recording timed;
   const Tensor& t = THPVariable_Unpack(given);
   auto owned = py::reinterpret_steal<py::object>(new_saved());
   PyObject* const object = owned.ptr();

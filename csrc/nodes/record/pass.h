@@ -203,7 +203,7 @@ inline void add_record(py::module_ module) {
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
     module.attr(("record_" + std::string(def->ml_name)).c_str()) = py::reinterpret_steal<py::object>(PyCFunction_New(def, nullptr));
   own_unpack = py::object(module.attr("record_unpack")).release().ptr();
-  py::class_<Spent, std::shared_ptr<Spent>>(module, "Spent").def("share", &Spent::share).def_readwrite("rebuilding", &Spent::rebuilding);
+  py::class_<Spent, std::shared_ptr<Spent>>(module, "Spent").def("shares", &Spent::shares).def_readwrite("rebuilding", &Spent::rebuilding);
   py::class_<Learned, std::shared_ptr<Learned>>(module, "Learned").def(py::init<>());
   module.def("bytes_in_use", &bytes_in_use);
   module.def("trim_heap", &trim_heap);

@@ -13,6 +13,19 @@ namespace leannorm::recording {
 inline thread_local Rules rules;
 inline thread_local int parts = 0;  // how many operators the call that began last has used below autograd
 
+// What recording takes is no time of the operator that is recorded, or that saves.
+struct Recording {
+  const std::shared_ptr<Log> log = current && current->measures ? current : nullptr;
+  const double start = log ? clock_now() : 0;
+  Recording() = default;
+  Recording(const Recording&) = delete;
+  ~Recording() {
+    if (!log) return;
+    const double taken = clock_now() - start;
+    log->in_hooks += taken, log->spent->hooks += taken;
+  }
+};
+
 struct Opened : at::ObserverContext {
   std::shared_ptr<Log> log;
   int call = 0;
@@ -193,7 +206,6 @@ inline std::unique_ptr<at::ObserverContext> read_call(const at::RecordFunction& 
   log.open.push_back(number);
   auto opened = std::make_unique<Opened>();
   opened->log = current, opened->call = number, opened->hides = hides;
-  if (log.measures) opened->start = clock_now() - log.in_hooks;
   if (hides) at::enableRecordFunction(false);
   parts = 0;
   return opened;
@@ -270,12 +282,20 @@ template <class Run> auto isolated(Log& log, const Run& run) -> decltype(run()) 
 }
 inline std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& fn) {
   if (!current || busy) return nullptr;
-  return isolated(*current, [&fn] { return read_call(fn); });
+  std::unique_ptr<at::ObserverContext> made;
+  {
+    const Recording timed;
+    made = isolated(*current, [&fn] { return read_call(fn); });
+  }
+  if (made && current->measures) static_cast<Opened*>(made.get())->start = clock_now() - current->in_hooks;
+  return made;
 }
 inline void end(const at::RecordFunction& fn, at::ObserverContext* context) {
   auto* const opened = static_cast<Opened*>(context);
-  if (opened && opened->hides) at::enableRecordFunction(true);
-  if (opened) isolated(*opened->log, [&] { opened->call == kOfNewMemory ? read_new_memory(fn, *opened->log) : read_results(fn, opened); });
+  if (!opened) return;
+  if (opened->hides) at::enableRecordFunction(true);
+  const Recording timed;
+  isolated(*opened->log, [&] { opened->call == kOfNewMemory ? read_new_memory(fn, *opened->log) : read_results(fn, opened); });
 }
 
 }  // namespace leannorm::recording

@@ -24,7 +24,8 @@ Call = tuple[Any, ...]  # node, shape, strides and dtype of a saved tensor, and 
 class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
-    `places`: for each value of the step, the tensors that share its memory, by index. `whys`: for tensors
+    `places`: for each value of the step, the tensors that share its memory, by index. `recording`: the share
+    of a step that recording took, 0 if it was not measured. `whys`: for tensors
     that cannot be rebuilt, by index, the reason. `again`: the same pass at the prices of another
     one, by the seconds of its calls; None if they say nothing.
     """
@@ -35,6 +36,7 @@ class Pass(NamedTuple):
     hooks: float = 0.0  # seconds that the hooks themselves take if everything is kept
     whys: Mapping[int, Cause] = {}
     again: Callable[[Taken], Pass | None] | None = None
+    recording: float = 0.0
 
     def without_lines(self) -> Pass:
         """The pass without its step, which takes megabytes and is not read by passes that follow the plan."""
@@ -137,6 +139,9 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     asked, hooks = goal.overhead if goal.promises_time else None, made_for.share_of_hooks
     if asked is not None:
         goal = goal._replace(overhead=max(asked - hooks, 0.0))
+    elif goal.overhead is not None and goal.free is not None:
+        # what recording takes is a part of the tenth, but at least half of that is left for rebuilds
+        goal = goal._replace(overhead=max(goal.overhead - made_for.recording, goal.overhead / 2))
     chosen = point_for(made_for.lines, goal)
     if asked is not None and hooks > asked:  # then passes are left as they are
         chosen = chosen._replace(point=chosen.stock)

@@ -31,8 +31,9 @@ _STEPS = 3  # that are measured: one of them may have waited for something else
 class Spent(Protocol):
     """What the step of a pass has taken."""
 
-    def share(self) -> float | None:
-        """The time of its rebuilds, as a share of the rest of the step; None if that is not known."""
+    def shares(self) -> tuple[float, float] | None:
+        """The times of its rebuilds and of recording, as shares of the rest of the step; None if they are
+        not known."""
 
 
 @dataclass
@@ -45,7 +46,8 @@ class _Made:
     measured; `loop` chooses one. `again`: the pass at the prices of another one, until there has been one,
     since the first calls of a process take longer. `priced`: the pass at those, until some steps that follow
     its plan have ended. `spent`: what the last such step took, and the overhead of its plan by these prices.
-    `times`: for each of these steps, how many times the planned overhead its rebuilds took.
+    `times`: for each of these steps, how many times the planned overhead its rebuilds took; `recording`: the
+    share of each that recording took.
     """
 
     calls: tuple[Call, ...]
@@ -59,6 +61,7 @@ class _Made:
     priced: Pass | None = None
     spent: tuple[Spent | None, float] = None, 0.0
     times: list[float] = field(default_factory=list)
+    recording: list[float] = field(default_factory=list)
     loop: Loop | None = None
 
     def rung(self) -> RebuildPlan | None:
@@ -233,10 +236,12 @@ class Following:
             return
         planned = entry.plan.chosen.overhead / (median(made.times) if made.times else 1.0)
         (last, of_last), made.spent = made.spent, (spent, planned)
-        share = None if last is None else last.share()
-        if share is not None and of_last >= _LEAST_SHARE:
-            made.times.append(min(max(share / of_last, 1 / _WRONG), _WRONG))
-            self._choose(entry, made.priced.rebuilding_in(median(made.times)))
+        shares = None if last is None else last.shares()
+        if shares is not None and of_last >= _LEAST_SHARE:
+            made.times.append(min(max(shares[0] / of_last, 1 / _WRONG), _WRONG))
+            made.recording.append(shares[1])
+            passed = made.priced.rebuilding_in(median(made.times))
+            self._choose(entry, passed._replace(recording=median(made.recording)))
         if planned < _LEAST_SHARE or len(made.times) == _STEPS:
             made.priced, made.spent = None, (None, 0.0)
 

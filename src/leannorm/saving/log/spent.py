@@ -20,7 +20,8 @@ class Spent:
         """Note that no saved tensor is left. If another step has begun, the time is that of both."""
         self._seconds = perf_counter() - self._start if self._number == Spent._begun else 0.0
 
-    def share(self) -> float | None:
-        """The time of rebuilds, as a share of the rest of the step; None if that is not known."""
+    def shares(self) -> tuple[float, float] | None:
+        """The time of rebuilds, as a share of the rest of the step, and 0: what recording takes is not
+        measured here. None if it is not known."""
         rest = self._seconds - self.rebuilding
-        return self.rebuilding / rest if self.is_one and self.rebuilding > 0 and rest > 0 else None
+        return (self.rebuilding / rest, 0.0) if self.is_one and self.rebuilding > 0 and rest > 0 else None
