@@ -20,6 +20,13 @@ TOKENS, WIDTH, MIDDLE = 1024, 32, 1024
 MIDDLE_BYTES = TOKENS * MIDDLE * 4
 
 
+@pytest.fixture(autouse=True)
+def smaller_ones_wait_too():
+    NODES.set_waits_from(1 << 21)
+    yield
+    NODES.set_waits_from(1 << 23)
+
+
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()

@@ -319,8 +319,9 @@ inline Tensor read(SavedObject& s) {
   return t;
 }
 
-// From so many bytes on, nodes may get a stand-in for what they do not read at once. It takes the host 35 us. Tests set fewer.
-inline std::atomic<int64_t> waits_from = 1 << 21, waits_from_on_device = 1 << 26;
+// From so many bytes on, nodes may get a stand-in for what they do not read at once. It takes the host 35 us, and the first one of
+// a process 0.5 s and 40 MB, since torch then loads its distributed tensors. Tests set fewer.
+inline std::atomic<int64_t> waits_from = 1 << 23, waits_from_on_device = 1 << 26;
 
 // The unpack hook.
 inline PyObject* unpack(PyObject*, PyObject* given) {
@@ -334,7 +335,7 @@ inline PyObject* unpack(PyObject*, PyObject* given) {
   const Value& x = s.log->values[s.value];
   const bool may_wait = x.state == Value::kDropped && !x.made.fake && !s.original.defined() && !x.shown.defined() && !s.spec;
   const bool in_rows = may_wait && x.in_rows && !s.geometry && !x.rebuilt.defined() && flags_now() == s.log->flags;  // rows are computed under the current flags
-  if (in_rows || (may_wait && x.storage_bytes >= (is_on_device(x.made) ? waits_from_on_device : waits_from))) {
+  if (in_rows || (may_wait && !s.log->limit && x.storage_bytes >= (is_on_device(x.made) ? waits_from_on_device : waits_from))) {
     const Geometry& as = s.geometry ? *s.geometry : x.made;
     const auto list = [](const auto& of) { return py::cast(std::vector<int64_t>(of.begin(), of.end())); };
     const py::object stand_in = python().unbuilt(py::handle(given), list(as.sizes), list(as.strides), dtype_of(as.dtype), py::cast(as.device), in_rows);

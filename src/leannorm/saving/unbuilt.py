@@ -33,12 +33,14 @@ _OVERWRITE = {
     _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
     _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
 }
-"""Operators of a gradient and a saved tensor that compute row by row, or element by element, and so may write
-their result over the saved tensor: by which overload, and the name of its argument."""
+"""Operators of a gradient and a saved tensor that compute row by row, or element by element, and so may
+write their result over the saved tensor: by which overload, and the name of its argument."""
 NODES_THAT_WAIT = {
-    *("MmBackward0", "AddmmBackward0", "BmmBackward0", "MulBackward0", "SoftmaxBackward0"),
+    *("MmBackward0", "BmmBackward0", "MulBackward0", "SoftmaxBackward0"),
     *("GeluBackward0", "SiluBackward0", "SigmoidBackward0", "TanhBackward0"),
 }
+"""A linear layer with a bias (`AddmmBackward0`) makes its input's gradient first: to rebuild the input after
+that would take more memory, not less."""
 
 # Functions of torch that are not public: if one is missing, nodes get rebuilt tensors
 SUPPORTED = hasattr(torch._C._functorch, "maybe_current_level") and all(
