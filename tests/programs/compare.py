@@ -29,6 +29,9 @@ class Verdict(NamedTuple):
 
 
 SAME = Verdict("same")
+_SWAPPED = "Expected use_count of t1"
+"""`swap_tensors` refuses a weight that somebody refers to: plain PyTorch's nodes, or those of a pass that was
+left as it is. Where only one of two steps under `lean()` refers to it, no oracle swaps in the same steps."""
 
 
 def judge(program, warm=False):
@@ -69,6 +72,8 @@ def _lenient(program, ours, verdict):
         again = compared(oracle(program)(), ours)
         if again.kind in ("same", "refused") or _raises_as_stock(again):
             return Verdict("lenient", verdict.text)
+    if _SWAPPED in again.text:
+        return Verdict("lenient", verdict.text)
     if again.kind == "backward passes where stock raises":  # for another reason than an edit
         return again
     return Verdict("wrong where stock raises", again.text)
