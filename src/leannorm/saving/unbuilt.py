@@ -21,13 +21,14 @@ from leannorm.saving.evidence import layout
 from leannorm.saving.flags import without_autocast
 
 _aten = torch.ops.aten
+_SOFTMAX = _aten._softmax_backward_data.default
 Reader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 READERS: dict[Any, Reader] = {}
 """By operator, a function of its arguments that returns its result, or NotImplemented if it needs the whole
 tensors. Every other operator gets those."""
 _OVERWRITE = {
     _aten.mul.Tensor: (_aten.mul.out, "out"),
-    _aten._softmax_backward_data.default: (_aten._softmax_backward_data.out, "grad_input"),
+    _SOFTMAX: (_aten._softmax_backward_data.out, "grad_input"),
     _aten.gelu_backward.default: (_aten.gelu_backward.grad_input, "grad_input"),
     _aten.silu_backward.default: (_aten.silu_backward.grad_input, "grad_input"),
     _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
@@ -123,6 +124,7 @@ def _overwritten(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if type(args[0]) is not Tensor or type(args[1]) is not Unbuilt:
         return function(*tree_map_only(Unbuilt, _whole, args), **kwargs)
     whole, alone = args[1].value.read()
+    alone = alone and (function is not _SOFTMAX or whole.is_cpu)  # what a device's kernel allows is not known
     if alone and is_of_torch(whole) and layout(args[0]) == layout(whole):
         overload, result = _OVERWRITE[function]
         return overload(args[0], whole, *args[2:], **kwargs, **{result: whole})
