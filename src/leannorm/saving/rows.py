@@ -28,7 +28,6 @@ from leannorm.saving.unbuilt import Source, Unbuilt, reads
 _aten = torch.ops.aten
 _GRADIENT = _aten._log_softmax_backward_data.default
 _OF_LOSS = _aten.nll_loss_backward.default
-_READERS = {"LogSoftmaxBackward0", "NllLossBackward0"}
 
 _ELEMENTS, _ON_DEVICE = 1 << 16, 1 << 24  # in a part: on a CPU it stays in the cache
 _ROWS = 16  # a part has a multiple of this many rows, so that its memory is aligned as the whole is
@@ -113,7 +112,7 @@ def stand_in(
     saved: Any, shape: list[int], strides: list[int], dtype: torch.dtype, device: torch.device, in_rows: bool
 ) -> Tensor | None:
     """A tensor without memory for the node that reads now what was `saved`; None if it needs the tensor."""
-    readers = _READERS if in_rows else unbuilt.NODES_THAT_WAIT
+    readers = unbuilt.NODES_OF_ROWS if in_rows else unbuilt.NODES_THAT_WAIT
     if not unbuilt.may_stand_for(readers):
         return None
     return Unbuilt(Source(saved, dtype), shape, strides, dtype, device)

@@ -36,6 +36,7 @@ _OVERWRITE = {
 }
 """Operators of a gradient and a saved tensor that compute row by row, or element by element, and so may
 write their result over the saved tensor: by which overload, and the name of its argument."""
+NODES_OF_ROWS = {"LogSoftmaxBackward0", "NllLossBackward0"}
 NODES_THAT_WAIT = {
     *("MmBackward0", "BmmBackward0", "MulBackward0", "SoftmaxBackward0"),
     *("GeluBackward0", "SiluBackward0", "SigmoidBackward0", "TanhBackward0"),
