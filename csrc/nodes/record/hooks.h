@@ -83,6 +83,7 @@ inline bool is_parameter(const Tensor& t) {
 struct OfPython {
   py::object others;               // unpacks what small passes have packed
   py::object in_rows, unbuilt;     // whether a log-softmax's gradient has the same bits by rows; a stand-in for a dropped tensor, or None
+  std::unordered_set<std::string> read_rows, may_wait;  // nodes that get a stand-in for a log-softmax, and for a large tensor
   py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of these two
   py::object compare;              // compare(rebuilt, original, name, layer) raises if they differ
 };
@@ -319,9 +320,22 @@ inline Tensor read(SavedObject& s) {
   return t;
 }
 
-// From so many bytes on, nodes may get a stand-in for what they do not read at once. It takes the host 35 us, and the first one of
-// a process 0.5 s and 40 MB, since torch then loads its distributed tensors. Tests set fewer.
-inline std::atomic<int64_t> waits_from = 1 << 23, waits_from_on_device = 1 << 26;
+// From so many bytes on, nodes may get a stand-in for what they do not read at once, on a device from eight times as many. It takes
+// the host 35 us, and the first one of a process 0.5 s and 40 MB, since torch then loads its distributed tensors. Tests set fewer.
+inline std::atomic<int64_t> waits_from = 1 << 23;
+
+// A tensor without memory for the node that reads now, or None; `x` is the saved value.
+inline py::object stand_in_for(const SavedObject& s, const Value& x, PyObject* given) {
+  if (x.state != Value::kDropped || x.made.fake || s.original.defined() || x.shown.defined() || s.spec) return py::none();
+  const bool in_rows = x.in_rows && !s.geometry && !x.rebuilt.defined() && flags_now() == s.log->flags;  // rows are computed under the current flags
+  const bool waits = !s.log->limit && x.storage_bytes >= waits_from * (is_on_device(x.made) ? 8 : 1);
+  if (!in_rows && !waits) return py::none();
+  const auto node = torch::autograd::get_current_node();
+  if (!node || (in_rows ? python().read_rows : python().may_wait).count(node->name()) == 0) return py::none();
+  const Geometry& as = s.geometry ? *s.geometry : x.made;
+  const auto list = [](const auto& of) { return py::cast(std::vector<int64_t>(of.begin(), of.end())); };
+  return python().unbuilt(py::handle(given), list(as.sizes), list(as.strides), dtype_of(as.dtype), py::cast(as.device));
+}
 
 // The unpack hook.
 inline PyObject* unpack(PyObject*, PyObject* given) {
@@ -332,15 +346,7 @@ inline PyObject* unpack(PyObject*, PyObject* given) {
   if (s.log && !s.log->closed) backward_begins(*s.log);
   if (s.tensor.defined()) return THPVariable_Wrap(s.tensor);
   const Log::Lock lock(*s.log);
-  const Value& x = s.log->values[s.value];
-  const bool may_wait = x.state == Value::kDropped && !x.made.fake && !s.original.defined() && !x.shown.defined() && !s.spec;
-  const bool in_rows = may_wait && x.in_rows && !s.geometry && !x.rebuilt.defined() && flags_now() == s.log->flags;  // rows are computed under the current flags
-  if (in_rows || (may_wait && !s.log->limit && x.storage_bytes >= (is_on_device(x.made) ? waits_from_on_device : waits_from))) {
-    const Geometry& as = s.geometry ? *s.geometry : x.made;
-    const auto list = [](const auto& of) { return py::cast(std::vector<int64_t>(of.begin(), of.end())); };
-    const py::object stand_in = python().unbuilt(py::handle(given), list(as.sizes), list(as.strides), dtype_of(as.dtype), py::cast(as.device), in_rows);
-    if (!stand_in.is_none()) return py::object(stand_in).release().ptr();
-  }
+  if (py::object made = stand_in_for(s, s.log->values[s.value], given); !made.is_none()) return made.release().ptr();
   const Tensor t = read(s);
   py::object tensor = s.spec ? python().shared(t, s.spec) : py::reinterpret_steal<py::object>(THPVariable_Wrap(t));
   return tensor.release().ptr();

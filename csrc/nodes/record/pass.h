@@ -245,8 +245,12 @@ inline void add_record(py::module_ module) {
     auto& set = python();
     set.others = std::move(others), set.local = std::move(local), set.spec = std::move(spec), set.shared = std::move(shared), set.compare = std::move(compare);
   });
-  module.def("set_rows", [](py::object in_rows, py::object unbuilt) { python().in_rows = std::move(in_rows), python().unbuilt = std::move(unbuilt); });
-  module.def("set_waits_from", [](int64_t bytes) { waits_from = waits_from_on_device = bytes; });
+  module.def("set_stand_ins", [](py::object in_rows, py::object unbuilt, const std::vector<std::string>& read_rows, const std::vector<std::string>& may_wait) {
+    auto& set = python();
+    set.in_rows = std::move(in_rows), set.unbuilt = std::move(unbuilt);
+    set.read_rows.insert(read_rows.begin(), read_rows.end()), set.may_wait.insert(may_wait.begin(), may_wait.end());
+  });
+  module.def("set_waits_from", [](int64_t bytes) { return waits_from.exchange(bytes); });
   module.def("set_varying", [](const std::vector<std::string>& names) { varying().insert(names.begin(), names.end()); });
   module.def("set_capturing", [](py::object asked) { asks_capturing() = std::move(asked); });
   module.def("set_fakes", [](const py::type& type, py::object make) { fakes() = {reinterpret_cast<PyTypeObject*>(type.ptr()), std::move(make)}; });

@@ -22,7 +22,7 @@ struct Recording {
   ~Recording() {
     if (!log) return;
     const double taken = clock_now() - start;
-    log->in_hooks += taken, log->spent->hooks += taken;
+    log->in_hooks += taken, log->spent->recording += taken;
   }
 };
 

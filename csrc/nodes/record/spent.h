@@ -13,15 +13,15 @@ inline double clock_now() { return std::chrono::duration<double>(std::chrono::st
 
 // In seconds, from the first pass that opened the log to the moment when the backward pass freed the last saved tensor.
 struct Spent {
-  double hooks = 0, rebuilding = 0;  // hooks: of saved tensors and of operators
+  double recording = 0, rebuilding = 0;  // recording: saved tensors, and operators
   bool is_one = true;  // whether the log is that of one step
 
   // The times of rebuilds, and of recording, as shares of the rest of the step; none if nothing was rebuilt, if the step has
   // not ended, or another one began before it did.
   std::optional<std::pair<double, double>> shares() const {
-    const double rest = ended_ - begun_ - hooks - rebuilding;
+    const double rest = ended_ - begun_ - recording - rebuilding;
     if (!is_one || !was_last_ || rebuilding <= 0 || rest <= 0) return {};
-    return std::pair(rebuilding / rest, hooks / rest);
+    return std::pair(rebuilding / rest, recording / rest);
   }
   void end() { ended_ = clock_now(), was_last_ = number_ == begun_last().load(); }
 

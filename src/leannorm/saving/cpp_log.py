@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
 from leannorm.ops import modes
-from leannorm.saving import rows
+from leannorm.saving import rows, unbuilt
 from leannorm.saving.flags import current
 from leannorm.saving.operators import OPERATORS, VARYING
 from leannorm.saving.policy import Policy
@@ -48,7 +48,7 @@ def _set_up() -> None:
         NODES.set_operator(name, *does, row.instead, list(map(_source, row.sources)))
     NODES.set_varying(list(VARYING))
     NODES.set_capturing(_is_captured)
-    NODES.set_rows(rows.fits, rows.stand_in)
+    NODES.set_stand_ins(rows.fits, unbuilt.stand_in, unbuilt.READ_ROWS, unbuilt.MAY_WAIT)
     NODES.set_recorded(unpack, local_of, spec_of, shared_as, check_equal)
 
 

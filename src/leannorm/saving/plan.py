@@ -25,9 +25,9 @@ class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
     `places`: for each value of the step, the tensors that share its memory, by index. `recording`: the share
-    of a step that recording took, 0 if it was not measured. `whys`: for tensors
-    that cannot be rebuilt, by index, the reason. `again`: the same pass at the prices of another
-    one, by the seconds of its calls; None if they say nothing.
+    of a step that recording took, 0 if it was not measured. `whys`: for tensors that cannot be rebuilt, by
+    index, the reason. `again`: the same pass at the prices of another one, by the seconds of its calls; None
+    if they say nothing.
     """
 
     calls: tuple[Call, ...]

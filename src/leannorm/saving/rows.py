@@ -108,18 +108,8 @@ def _without_values(like: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-def stand_in(
-    saved: Any, shape: list[int], strides: list[int], dtype: torch.dtype, device: torch.device, in_rows: bool
-) -> Tensor | None:
-    """A tensor without memory for the node that reads now what was `saved`; None if it needs the tensor."""
-    readers = unbuilt.NODES_OF_ROWS if in_rows else unbuilt.NODES_THAT_WAIT
-    if not unbuilt.may_stand_for(readers):
-        return None
-    return Unbuilt(Source(saved, dtype), shape, strides, dtype, device)
-
-
 @reads(_OF_LOSS)
-def _of_loss(args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+def _of_loss(args: tuple[Any, ...]) -> Any:
     if type(args[0]) is not Tensor or type(args[1]) is not Unbuilt:
         return NotImplemented
     args[1].value.skip()
@@ -127,11 +117,11 @@ def _of_loss(args: tuple[Any, ...], _: dict[str, Any]) -> Any:
 
 
 @reads(_GRADIENT)
-def _of_rows(args: tuple[Any, ...], _: dict[str, Any]) -> Any:
+def _of_rows(args: tuple[Any, ...]) -> Any:
     if type(args[0]) is not Tensor or len(args) != 4:
         return NotImplemented
     owners = _owners(args)  # before anything else refers to the gradient
-    return _gradient_of(args[1].value, args[1].shape, args[0], args[3], owners)
+    return _gradient_of(args[1], args[0], args[3], owners)
 
 
 def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
@@ -176,23 +166,21 @@ def _owners_when_alone() -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def _gradient_of(
-    value: Source, shape: torch.Size, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
-) -> Any:
+def _gradient_of(output: Unbuilt, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]) -> Any:
     """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd has that.
 
     NotImplemented if it must be computed as a whole.
     """
-    if dtype is not value.dtype or gradient.dtype is not dtype or not gradient.is_contiguous():
+    if dtype is not output.dtype or gradient.dtype is not dtype or not gradient.is_contiguous():
         return NotImplemented
     alone = gradient._base is None and owners == _owners_when_alone() and unbuilt.is_of_torch(gradient)
-    width = shape[-1]
+    width = output.shape[-1]
     with without_autocast():
-        source, casts, spent = value.source_of_rows()
+        source, casts, spent = output.value.source_of_rows()
         out = gradient if alone else torch.empty_like(gradient)
         x, g, made = (t.reshape(-1, width) for t in (source, gradient, out))
         seconds = 0.0
-        for start, stop in _parts(shape, gradient.device):
+        for start, stop in _parts(output.shape, output.device):
             began = perf_counter()
             part = x[start:stop]
             for to in casts:

@@ -22,10 +22,10 @@ from leannorm.saving.flags import without_autocast
 
 _aten = torch.ops.aten
 _SOFTMAX = _aten._softmax_backward_data.default
-Reader = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Reader = Callable[[tuple[Any, ...]], Any]
 READERS: dict[Any, Reader] = {}
-"""By operator, a function of its arguments that returns its result, or NotImplemented if it needs the whole
-tensors. Every other operator gets those."""
+"""By operator, a function of its positional arguments that returns its result, or NotImplemented if it needs
+the whole tensors. Every other operator gets those."""
 _OVERWRITE = {
     _aten.mul.Tensor: (_aten.mul.out, "out"),
     _SOFTMAX: (_aten._softmax_backward_data.out, "grad_input"),
@@ -36,17 +36,18 @@ _OVERWRITE = {
 }
 """Operators of a gradient and a saved tensor that compute row by row, or element by element, and so may
 write their result over the saved tensor: by which overload, and the name of its argument."""
-NODES_OF_ROWS = {"LogSoftmaxBackward0", "NllLossBackward0"}
-NODES_THAT_WAIT = {
+READ_ROWS = ["LogSoftmaxBackward0", "NllLossBackward0"]
+"""The nodes that get a stand-in for a log-softmax: they read it by rows, or no value of it."""
+MAY_WAIT = [
     *("MmBackward0", "BmmBackward0", "MulBackward0", "SoftmaxBackward0"),
     *("GeluBackward0", "SiluBackward0", "SigmoidBackward0", "TanhBackward0"),
-}
-"""A linear layer with a bias (`AddmmBackward0`) makes its input's gradient first: to rebuild the input after
-that would take more memory, not less."""
+]
+"""The nodes that get a stand-in for a large tensor. That of a linear layer with a bias (`AddmmBackward0`)
+makes the gradient of its input first: to rebuild the input after that would take more memory, not less."""
 
 # Functions of torch that are not public: if one is missing, nodes get rebuilt tensors
-SUPPORTED = hasattr(torch._C._functorch, "maybe_current_level") and all(
-    hasattr(torch._C, name) for name in ("_current_autograd_node", "_len_torch_dispatch_stack")
+SUPPORTED = hasattr(torch._C, "_len_torch_dispatch_stack") and hasattr(
+    torch._C._functorch, "maybe_current_level"
 )
 
 
@@ -64,8 +65,8 @@ class Source:
     """A tensor that was dropped by a pass that C++ records, and can be rebuilt as a whole or, if it is a
     log-softmax, by rows. It can be read once."""
 
-    def __init__(self, saved: Any, dtype: torch.dtype) -> None:
-        self._saved, self.dtype = saved, dtype
+    def __init__(self, saved: Any) -> None:
+        self._saved = saved
 
     def skip(self) -> None:
         """Note that a reader needed no rebuild."""
@@ -105,12 +106,14 @@ class Unbuilt(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _OVERWRITE:
-            return _overwritten(function, args, kwargs)
         if function is _aten.detach.default:
             x = args[0]
             return cls(x.value, x.shape, x.stride(), x.dtype, x.device)
-        made = READERS[function](args, kwargs) if function in READERS else NotImplemented
+        made = NotImplemented
+        if function in _OVERWRITE:
+            made = _overwritten(function, args, kwargs)
+        elif function in READERS and not kwargs:
+            made = READERS[function](args)
         if made is not NotImplemented:
             return made
         return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
@@ -121,9 +124,10 @@ def _whole(x: Unbuilt) -> Tensor:
 
 
 def _overwritten(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the operator, in the memory of the saved tensor if nobody else has that."""
+    """The result of the operator, in the memory of the saved tensor if nobody else has that; NotImplemented
+    if its arguments are not a gradient and a saved tensor."""
     if type(args[0]) is not Tensor or type(args[1]) is not Unbuilt:
-        return function(*tree_map_only(Unbuilt, _whole, args), **kwargs)
+        return NotImplemented
     whole, alone = args[1].value.read()
     alone = alone and (function is not _SOFTMAX or whole.is_cpu)  # what a device's kernel allows is not known
     if alone and is_of_torch(whole) and layout(args[0]) == layout(whole):
@@ -141,10 +145,13 @@ def is_of_torch(t: Tensor) -> bool:
     return memory.resizable() and (memory.device.type != "cpu" or not memory.is_shared())
 
 
-def may_stand_for(names: set[str]) -> bool:
-    """Whether a node of such a name reads now. Not if a mode or a transform is active."""
-    node = torch._C._current_autograd_node() if SUPPORTED else None
-    if node is None or type(node).__name__ not in names or torch.is_grad_enabled():
-        return False
-    modes = torch._C._len_torch_dispatch_stack()
-    return not modes and torch._C._functorch.maybe_current_level() is None
+def stand_in(
+    saved: Any, shape: list[int], strides: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """A tensor without memory, for a node that reads what was `saved` and may wait for it. None if a mode or
+    a transform is active, or if the backward pass is recorded."""
+    if not SUPPORTED or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        return None
+    if torch._C._functorch.maybe_current_level() is not None:
+        return None
+    return Unbuilt(Source(saved), shape, strides, dtype, device)
