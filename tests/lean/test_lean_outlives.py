@@ -128,3 +128,20 @@ def test_memory_that_a_pass_has_made_is_freed_when_its_contents_are_dropped(make
             made = loss()
         assert torch.equal(torch.autograd.grad(made, [weight])[0], plain)
         assert saved.rebuilt_bytes == 2 * weight.nbytes
+
+
+@torch.library.custom_op("leannorm_tests::received", mutates_args={"buffer"})
+def received(buffer: torch.Tensor) -> torch.Tensor:
+    buffer.add_(1)
+    return buffer.sum()
+
+
+def test_memory_of_the_pass_with_an_unseen_writer_takes_memory(with_and_without_nodes):
+    """A collective's result is written by another thread, which may still have it for a while."""
+    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with lean("norm") as saved:
+        buffer = torch.zeros(WIDTH, WIDTH).add(1)
+        received(buffer)
+        y = (x + buffer).exp()
+        del buffer
+    assert (saved.kept_bytes, saved.rebuilt_bytes) == (y.nbytes, 0)

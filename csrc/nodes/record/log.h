@@ -62,6 +62,7 @@ struct Value {
   int memory = -1;
   int call = -1, out = 0;  // the call that made it, as which result; -1: it existed before the pass, or no call was seen
   bool outlives = false;   // its memory existed before the pass, and stays when the value is dropped
+  bool logged = false;     // a logged call made its memory
   Geometry made;           // as its call made it, or as it was first read
   int64_t storage_bytes = 0;
   c10::VariableVersion counter;
@@ -97,7 +98,9 @@ struct Value {
   bool can = false;
   uint8_t gradient = 0;  // bits of `Gradient`
 
-  bool is_outside() const { return outlives || call < 0; }  // keeping it takes no memory
+  bool is_outside() const { return outlives || call < 0; }
+  // Gathered weights, which no logged call made, do not: their memory is freed and filled again.
+  bool takes_memory() const { return !outlives && (call >= 0 || logged); }
 };
 enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
@@ -258,7 +261,8 @@ struct Log {
     made.counter = t.unsafeGetTensorImpl()->version_counter(), made.version = t._version();
     made.on = stream_of(made.made);
     const int before = memories[memory].current;
-    made.outlives = before < 0 ? call < 0 && fresh.count(t.storage().unsafeGetStorageImpl()) == 0 : values[before].outlives, made.weight = before >= 0 && values[before].weight;
+    made.outlives = before < 0 ? call < 0 && fresh.count(t.storage().unsafeGetStorageImpl()) == 0 : values[before].outlives;
+    made.logged = before < 0 ? call >= 0 : values[before].logged, made.weight = before >= 0 && values[before].weight;
     return static_cast<int>(values.size()) - 1;
   }
   int new_memory(const Tensor& t, int call) {
@@ -320,7 +324,7 @@ struct Log {
     Value& made = values.emplace_back();
     made.memory = number, made.call = is_result || calls[writer].rule->sends ? writer : -1, made.made = values[before].made;
     made.storage_bytes = values[before].storage_bytes, made.on = stream_of(made.made);
-    made.outlives = values[before].outlives, made.weight = values[before].weight;
+    made.outlives = values[before].outlives, made.logged = values[before].logged, made.weight = values[before].weight;
     made.counter = memory.counter, made.version = memory.counter.current_version();
     memory.current = static_cast<int>(values.size()) - 1;
     if (is_result) calls[writer].outs.push_back(memory.current), calls[writer].before = before;

@@ -169,7 +169,7 @@ struct Pass {
     const Log::Lock lock(*log);
     if (is_over()) return then->saved;
     std::unordered_map<int, int64_t> instead;  // by dropped value: bytes of what is kept instead, which count as its own
-    const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (!x.is_outside() || x.copied); };
+    const auto is_held_for_others = [](const Value& x) { return !x.listed && x.held.defined() && (x.takes_memory() || x.copied); };
     for (const Value& x : log->values)
       if (is_held_for_others(x) && x.instead >= 0) instead[x.instead] += static_cast<int64_t>(x.held.storage().nbytes());
     Saved made;

@@ -192,7 +192,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     std::vector<int> inputs;
     if (makes[v]) for_inputs(log, log.calls[x.call], [&](int in) { inputs.push_back(in); });
     const bool copied = x.copied || (taken[v] && x.is_outside() && x.storage_bytes <= kCopied);  // or would be, as in `add_reader`
-    const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || !x.is_outside() || copied);
+    const bool counts = (x.refs > 0 || taken[v]) && !x.parameter && (x.saves > 0 || x.takes_memory() || copied);
     const Cause cause = reason_of(x);
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),

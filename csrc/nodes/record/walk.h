@@ -85,7 +85,7 @@ class Walk {
     owned.push_back(storage);
     if (log_.gathers && is_idle(log_, x, over(c10::Storage(storage), x.made))) return refuse(Why::kFreed, v);
     x.runs = x.sums = x.products = 0, x.as = Value::kWhole, x.instead = top_;
-    if (x.is_outside()) {
+    if (!x.takes_memory()) {
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be kept than dropped
       return taken.push_back(v), true;
     }

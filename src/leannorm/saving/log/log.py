@@ -163,10 +163,11 @@ class Log:
     def new_value(self, memory: int, tensor: Tensor, call: int) -> int:
         """A new version of the memory. Call it within `beside()`."""
         counter, nbytes, on = counter_of(tensor), tensor.untyped_storage().nbytes(), stream_of(tensor.device)
-        made = Value(memory, call, geometry_of(tensor), nbytes, counter, counter._version, call < 0, on)
+        of, outside = geometry_of(tensor), call < 0
+        made = Value(memory, call, of, nbytes, counter, counter._version, outside, not outside, on)
         if memory < len(self.memories):
             before = self.values[self.memories[memory].current]
-            made.outlives, made.weight = before.outlives, before.weight
+            made.outlives, made.logged, made.weight = before.outlives, before.logged, before.weight
         self.values.append(made)
         return len(self.values) - 1
 

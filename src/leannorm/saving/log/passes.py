@@ -241,7 +241,7 @@ class RecordedPass:
             beside = [
                 x
                 for x in log.values
-                if not x.listed and x.held is not None and (x.copied or not x.is_outside)
+                if not x.listed and x.held is not None and (x.copied or x.takes_memory)
             ]
             instead = Counter[int]()  # by dropped value, the bytes of what is kept instead
             for x in beside:

@@ -57,7 +57,7 @@ def timeline_of(log: Log, by: Alive, first: int, others: int) -> tuple[Any, ...]
         # what is taken would be copied, as in `add_reader`
         copied = x.copied or (v in taken and x.is_outside and x.storage_bytes <= COPIED)
         is_needed, dtype = x.refs > 0, x.made.dtype
-        counts = (is_needed or v in taken) and not x.parameter and (x.saves > 0 or not x.is_outside or copied)
+        counts = (is_needed or v in taken) and not x.parameter and (x.saves > 0 or x.takes_memory or copied)
         values.append(
             told.Value(
                 x.memory,

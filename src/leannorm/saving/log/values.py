@@ -38,6 +38,7 @@ class Value:
     counter: Tensor
     version: int
     outlives: bool  # whether its memory existed before the pass, and stays when the value is dropped
+    logged: bool  # whether a logged call made its memory
     on: Any = None  # the stream of a GPU that made it
     out: int = 0  # its index among the results of its call
     held: Tensor | None = None  # an alias of the memory, or a copy of it
@@ -73,8 +74,12 @@ class Value:
 
     @property
     def is_outside(self) -> bool:
-        """Whether keeping it takes no memory."""
         return self.outlives or self.call < 0
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether keeping it takes memory. Gathered weights, which no logged call made, are freed and filled again."""
+        return not self.outlives and (self.call >= 0 or self.logged)
 
     def note_gradient(self, tensor: Tensor) -> None:
         if tensor.requires_grad:

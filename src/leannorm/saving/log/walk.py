@@ -71,7 +71,7 @@ class Walk:
         log, x = self.log, self.log.values[v]
         if v == self.top or log.at_hand(v) is None or log.memories[x.memory].sent:
             return False
-        if not x.is_outside:  # then more bytes are kept
+        if x.takes_memory:  # then more bytes are kept
             if x.storage_bytes > self.may_hold:
                 return False
             self.may_hold -= x.storage_bytes
