@@ -175,6 +175,23 @@ def test_a_large_part_is_taken_early_where_a_budget_lies_in_its_gap():
     assert (made.point.held, made.point.seconds) == (100, pytest.approx(17 * MILLI))
 
 
+def test_a_few_bytes_at_the_peak_do_not_rule_out_all_that_make_them_again():
+    """What the last moment reads is the cheapest to make again, and larger then; and the peak is there."""
+    layers = [Value(100, MILLI, (0,), i, i, 100) for i in range(1, 17)]
+    first = Value(100, 0.01 * MILLI, (0,), 17, 17, 104)
+    other = Value(8, 0.2 * MILLI, (0,), 18, 18, 8)
+    backward = [Moment((i,)) for i in range(16, 0, -1)] + [Moment((17,)), Moment((18,))]
+    beside = [0] * (19 + 18)
+    beside[-2] = 9000
+    stock = frozenset(range(19))
+    lines = Lines(Step([Value(0, None), *layers, first, other], 19, backward, beside, stock, 100 * MILLI))
+    assert lines.stock.peak == 9108
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2):
+        made = plan(lines, Goal(budget=share))
+        assert share - 0.08 < made.ratio <= share
+        assert made.point.peak <= lines.stock.peak
+
+
 def test_a_step_of_some_thousand_values_is_planned_in_seconds():
     step = residual_stream(500)
     assert len(step.values) > 1500

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import exp
 
-from leannorm.planning.cut import Cuts, price
+from leannorm.planning.cut import Cuts
+from leannorm.planning.peaks import descents, lowered, under_peaks, unkept
 from leannorm.planning.timeline import Outcome, Step, Uses, of_stock, outcome
 
-_STARTS, _TRIALS = 4, 150
-"""The number of points from which the peak is lowered by single changes, and of changes tried from each."""
 _PARTS = 128
 """A jump of the chain of cuts is divided into parts of at least the baseline's bytes divided by this."""
 _LARGE, _EARLY = 16, 48
@@ -23,13 +21,9 @@ _LARGE, _EARLY = 16, 48
 up to this many earlier sets of the chain."""
 _SPAN = 4
 """A row of values made again is cut when it reaches the baseline's bytes divided by this."""
-_RATES = [0.03 * 1.8**i for i in range(8)]
-"""What lowering the peak to nothing is worth, in shares of the step's seconds."""
 _MOVED, _PACES = 32, (0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 4.0, float("inf"))
 """From so many points values are moved to the host; at most so many times as many bytes as the link has had
 time for. At more than 1 the computation waits for copies."""
-_SHARPNESS = (20, 60, 150, 150)
-"""How much more the highest moments weigh than those a little lower, in each round."""
 
 
 class Lines:
@@ -74,10 +68,10 @@ class Lines:
         chains = [[*_in_parts(step, line, least)] for line in (chain, short)]
         early = (again for line in chains for again in _early(step, line, self.stock.held // _LARGE))
         sets = dict.fromkeys([*chains[0], *chains[1], *early])
-        points = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
-        points.sort(key=lambda p: (p.peak, p.seconds))
-        starts = points[:: len(points) // _STARTS + 1]
-        points += [point for start in starts for point in _descent(step, start)]
+        points = [outcome(step, again) for again in sets]
+        low = lowered(step, points[: len(chains[0])], self.stock)
+        points = sorted([*points, *under_peaks(step, cuts, self.stock)], key=lambda p: (p.peak, p.seconds))
+        points += [*low, *descents(step, points)]
         return [*points, *_moving(step, points)]
 
 
@@ -129,16 +123,11 @@ def _early(step: Step, sets: list[frozenset[int]], least: int) -> Iterator[froze
     The chain drops it late if that frees few bytes per second, which leaves a gap of its size between two
     points. A budget in that gap is reached in less time with this part and fewer of the others.
     """
-    unkept = _unkept(step)
+    always = unkept(step)
     for at, (reached, after) in enumerate(pairwise(sets)):
         if _bytes_of(step, after - reached) >= least:
-            part = (after - reached) | unkept
+            part = (after - reached) | always
             yield from (before | part for before in sets[: at : at // _EARLY + 1])
-
-
-def _unkept(step: Step) -> set[int]:
-    """The values that cannot be kept, and are made again wherever they are needed."""
-    return {i for i, value in enumerate(step.values) if value.nbytes is None}
 
 
 def _bytes_of(step: Step, values: Iterable[int]) -> int:
@@ -180,71 +169,3 @@ def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
                 cut.add(i)
                 behind[i] = 0
     return cut
-
-
-def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
-    """Choices that weigh a byte by the moments at which it is in use: the closer to the peak, the more.
-
-    The cheapest choice under a peak is also the cheapest for some weights of the moments (the dual of a
-    linear program). For each worth of the peak, weights and choices are computed alternately.
-    """
-    point, weights = stock, None
-    for rate in _RATES:
-        worth = rate * step.seconds / max(stock.peak, 1)
-        for sharpness in _SHARPNESS:
-            highest = max(point.peak, 1)
-            heights = [exp(sharpness * (alive / highest - 1)) for alive in point.alive]
-            whole = sum(heights)
-            fresh = [height / whole for height in heights]
-            weights = fresh if weights is None else [(a + b) / 2 for a, b in zip(weights, fresh, strict=True)]
-            point = outcome(step, _weighed(step, cuts, point.again, [worth * w for w in weights]))
-            yield point
-
-
-def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float]) -> frozenset[int]:
-    """The cheapest choice if a byte costs these seconds at each moment, with the lifetimes of `again`."""
-    uses = Uses(step, again)
-    needed = [moment >= 0 for moment in uses.last]
-    for i in range(len(step.values) - 1, -1, -1):  # an unneeded value: as if its readers were made again
-        if uses.last[i] >= 0:
-            value = step.values[i]
-            uses.lead_on(value._replace(made_of=tuple(s for s in value.made_of if not needed[s])), i)
-    until = [0.0, *accumulate(weights)]
-    held: list[int | None] = []
-    prices: list[int | None] = []
-    for value, begin, end, written in zip(step.values, uses.first, uses.last, uses.written, strict=True):
-        keeping = (until[end + 1] - until[value.made]) * (value.nbytes or 0) if end >= 0 else 0.0
-        making = (until[end + 1] - until[begin]) * value.again if end >= 0 and written else 0.0
-        held.append(None if value.nbytes is None else price(keeping))
-        prices.append(None if value.seconds is None else price(value.seconds + making))
-    return cuts.weighed(held, prices)
-
-
-def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
-    """From a point to lower peaks, by changing one value after another of those in use at the peak."""
-    unkept = _unkept(step)
-    free = _free(step)
-    trials, tried = _TRIALS, {point.again}
-    while trials > 0 and point.alive:
-        uses, top = Uses(step, point.again), point.alive.index(point.peak)
-        begin = [uses.first[i] if i in point.again else step.values[i].made for i in free]
-        there = [i for i, start in zip(free, begin, strict=True) if start <= top <= uses.last[i]]
-        there.sort(key=lambda i: -(step.values[i].nbytes or 0))
-        changed = [outcome(step, (point.again ^ {i}) | unkept) for i in there[:trials]]
-        trials -= max(len(changed), 1)
-        new = (p for p in changed if p.again not in tried)
-        better = [p for p in new if (p.peak, p.seconds) < (point.peak, point.seconds)]
-        if not better:
-            return
-        point = min(better, key=lambda p: (p.peak, p.seconds))
-        tried.add(point.again)
-        yield point
-
-
-def _free(step: Step) -> list[int]:
-    """The values that could be kept, and could also be made again from values that could be either."""
-    possible: list[bool] = []
-    for value in step.values:
-        made_of_possible = all(possible[s] or step.values[s].nbytes is not None for s in value.made_of)
-        possible.append(value.seconds is not None and made_of_possible)
-    return [i for i, value in enumerate(step.values) if possible[i] and value.nbytes is not None]
