@@ -29,9 +29,9 @@ TIGHT = pytest.mark.filterwarnings("ignore:leannorm. limit is out of reach")
 
 
 def with_room(megabytes):
-    """The limit that leaves so many to what comes. A pass can use what the C library has kept of freed memory."""
+    """The limit that leaves so many to what comes."""
     gc.collect()
-    NODES.trim_heap()
+    NODES.trim_heap()  # a pass could use what the C library has kept of freed memory
     return NODES.bytes_in_use() + int(megabytes * MEGABYTE)
 
 

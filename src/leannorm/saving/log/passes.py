@@ -239,9 +239,7 @@ class RecordedPass:
             return self._then.saved
         with self.log as log:
             beside = [
-                x
-                for x in log.values
-                if not x.listed and x.held is not None and (x.copied or x.takes_memory)
+                x for x in log.values if not x.listed and x.held is not None and (x.copied or x.takes_memory)
             ]
             instead = Counter[int]()  # by dropped value, the bytes of what is kept instead
             for x in beside:

@@ -78,7 +78,7 @@ class Value:
 
     @property
     def takes_memory(self) -> bool:
-        """Whether keeping it takes memory. Gathered weights, which no logged call made, are freed and filled again."""
+        """Whether keeping it takes memory. Gathered weights, which no logged call made, are filled again."""
         return not self.outlives and (self.call >= 0 or self.logged)
 
     def note_gradient(self, tensor: Tensor) -> None:
