@@ -99,18 +99,22 @@ def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
             if more < _LAG * step.seconds:
                 continue
             point = first
+        left = set(
+            free
+        )  # a value is changed only once: that may raise the peak elsewhere, to be lowered next
         for _ in range(_ROUNDS):
-            before, point = point, _changed_at_peak(step, point, stock.peak, worth, free)
-            if point.peak <= stock.peak:
-                kept, again = first.again - point.again, point.again - first.again
-                low.append(point)
-            if point.peak <= stock.peak or point.peak >= before.peak:
+            before, point = point, _changed_at_peak(step, point, stock.peak, worth, left)
+            left -= before.again ^ point.again
+            if point is before or point.peak <= stock.peak:
                 break
+        if point.peak <= stock.peak:
+            kept, again = first.again - point.again, point.again - first.again
+            low.append(point)
         failed = failed + 1 if point.peak > stock.peak else 0
     return low
 
 
-def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: list[int]) -> Outcome:
+def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: set[int]) -> Outcome:
     """The point with one value changed of those in use at its peak, at the least cost if a byte is `worth` so
     many seconds. Tried are the cheapest whose bytes suffice to get below `peak`, or the largest."""
     always, there = unkept(step), _in_use_at_peak(step, point, free)
@@ -127,13 +131,19 @@ def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: 
     enough = [i for i in there if size(i) >= point.peak - peak]
     best = sorted(enough, key=cost) or sorted(there, key=size, reverse=True)
     tried = (outcome(step, (point.again ^ {i}) | always) for i in best[:_WIDTH])
-    return min(tried, key=lambda p: (max(p.peak, peak), p.seconds + worth * p.held), default=point)
+    return min(tried, key=lambda p: (_above(p, peak), p.seconds + worth * p.held), default=point)
 
 
-def _in_use_at_peak(step: Step, point: Outcome, free: list[int]) -> list[int]:
+def _above(point: Outcome, peak: int) -> int:
+    """By how many bytes the point is above the peak, in all moments: several may be as high."""
+    return sum(alive - peak for alive in point.alive if alive > peak)
+
+
+def _in_use_at_peak(step: Step, point: Outcome, free: Collection[int]) -> list[int]:
+    """Of the values in `free`, those in memory at the point's peak."""
     uses, top = Uses(step, point.again), point.alive.index(point.peak)
-    begin = [uses.first[i] if i in point.again else step.values[i].made for i in free]
-    return [i for i, start in zip(free, begin, strict=True) if start <= top <= uses.last[i]]
+    there = (i for i in sorted(free) if uses.last[i] >= top and (uses.written[i] or i not in point.again))
+    return [i for i in there if (uses.first[i] if i in point.again else step.values[i].made) <= top]
 
 
 def descents(step: Step, points: list[Outcome]) -> list[Outcome]:
