@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -57,6 +58,27 @@ def a_part_of_a_buffer(x):
     return torch.sigmoid(b * x) * x
 
 
+def first_seen_in_part(x):
+    def make(part):
+        with torch.enable_grad():
+            made.append(part.cos())
+
+    made = []
+    thread = threading.Thread(target=make, args=(x[:32],))
+    thread.start()
+    thread.join()
+    made[0][1:].mul_(2)
+    return torch.stack([made[0].cos(), made[0].clone().sin()])
+
+
+def saved_in_part_and_written(x):
+    h = x.exp()
+    y = h[1:].sin()
+    z = (h + 1).cos()
+    h.data[2:].mul_(2)
+    return z[1:] + y
+
+
 def edited_in_inference_mode(x):
     h = x * 2
     h.add_(1)
@@ -75,6 +97,8 @@ def edited_in_inference_mode(x):
         written_through_a_conjugate,
         an_edit_that_fails,
         a_part_of_a_buffer,
+        first_seen_in_part,
+        saved_in_part_and_written,
         edited_in_inference_mode,
     ],
 )

@@ -104,7 +104,13 @@ struct Value {
 };
 enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
-inline Sample sample_of(const Value& x, const Tensor& t) { return Sample::of(t, x.is_outside() && !x.copied ? Sample::kMany : Sample::kFew); }
+// A node may have saved a part of the memory, and a copy is as the value was made. Samples are of that, too.
+inline Tensor as_made(const Value& x, const Tensor& t) {
+  const bool is_there = x.made.is_on_host() && x.made.extent() <= static_cast<int64_t>(t.storage().nbytes());
+  return is_there && !x.made.is_of(t) ? over(t.storage(), x.made) : t;
+}
+inline Sample sample_of(const Value& x, const Tensor& t) { return Sample::of(as_made(x, t), x.is_outside() && !x.copied ? Sample::kMany : Sample::kFew); }
+inline bool is_as_sampled(const Value& x, const Tensor& t) { return x.sample.matches(as_made(x, t)); }
 
 // A tensor in argument `at` of a call, which is item `place` if that is a list of optional tensors.
 struct Read {

@@ -103,7 +103,7 @@ inline void keep(Log& log, int v, const Tensor& t, const Cause& cause) {
   x.why = cause.why, x.cause = cause;
   if (x.state != Value::kDropped) return;
   x.held = alias_of(t), x.state = Value::kHeld;
-  x.sample = Sample::of(x.held);
+  x.sample = Sample::of(as_made(x, x.held));
   for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
 }
 

@@ -180,7 +180,7 @@ class Replay {
 
   Tensor checked(const Value& x, const Tensor& t) const {
     const bool edited = !x.copied && (x.lost || !log_.is_unedited(x));
-    TORCH_CHECK(!edited && x.sample.matches(t),
+    TORCH_CHECK(!edited && is_as_sampled(x, t),
                 "a tensor of shape ", x.made.sizes, " has been modified by an inplace operation after leannorm.lean()'s forward pass"
                 " had read it, and is needed to rebuild another one: edit it after backward(), edit a copy of it, or leave"
                 " lean() out of this step");

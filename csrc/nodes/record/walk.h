@@ -175,12 +175,13 @@ class Walk {
 inline bool encode(Log& log, int v) {
   Value& x = log.values[v];
   if (!may_be_coded(x, x.held)) return false;
-  const Sample sample = Sample::of(x.held);
-  if (!x.sample.matches(x.held)) return false;  // it was edited, which is an error when something is rebuilt from it
+  const Tensor whole = as_made(x, x.held);
+  const Sample sample = Sample::of(whole);
+  if (!x.sample.matches(whole)) return false;  // it was edited, which is an error when something is rebuilt from it
   const Below below(x.made.fake);
   std::optional<Coded> made;
   try {
-    made = x.made.is_on_host() ? coded(x.held) : coded_unseen(log, x);
+    made = x.made.is_on_host() ? coded(whole) : coded_unseen(log, x);
   } catch (const std::exception&) {  // out of memory: the value is kept as it is
   }
   if (!made) return false;

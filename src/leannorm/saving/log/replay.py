@@ -88,7 +88,7 @@ class Replay:
 
     def _checked(self, x: Value, tensor: Tensor) -> Tensor:
         edited = not x.copied and (x.lost or not x.is_unedited(self.log))
-        if edited or not matches(x.sample, tensor):
+        if edited or not matches(x.sample, x.as_made(tensor)):
             raise RuntimeError(
                 f"a tensor of shape {list(x.made.sizes)} has been modified by an inplace operation after"
                 " leannorm.lean()'s forward pass had read it, and is needed to rebuild another one: edit it"

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from leannorm.saving.flags import Flags
 from leannorm.saving.log.rules import Rule
-from leannorm.saving.log.tensors import FEW, MANY, Geometry, sample_of
+from leannorm.saving.log.tensors import FEW, MANY, Geometry, sample_of, shown
 from leannorm.saving.reasons import NO_CAUSE, Cause, Why
 from leannorm.saving.timeline import HAS_GRADIENT, WANTS
 
@@ -97,10 +97,15 @@ class Value:
     def is_unedited(self, log: Log) -> bool:
         return self.counter._version == self.version or self.is_marked(log)
 
+    def as_made(self, tensor: Tensor) -> Tensor:
+        """The whole value, of which a node may have saved a part. Samples are of the whole, as copies are."""
+        is_there = self.made.extent <= tensor.untyped_storage().nbytes() and self.made.device.type == "cpu"
+        return shown(tensor, self.made) if is_there else tensor
+
     def sampled(self) -> bytes | None:
         """A sample of what is kept."""
         assert self.held is not None
-        return sample_of(self.held, MANY if self.is_outside and not self.copied else FEW)
+        return sample_of(self.as_made(self.held), MANY if self.is_outside and not self.copied else FEW)
 
     def address(self) -> int:
         """The address of the memory that `held` has, or that a user's hooks were given."""

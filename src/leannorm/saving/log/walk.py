@@ -225,7 +225,8 @@ def add_reader(log: Log, v: int, taken: Collection[int]) -> None:
 def hold_again(log: Log, v: int, held: Tensor) -> None:
     """Keep a dropped value that is saved again, so that others can be made from it."""
     x = log.values[v]
-    x.held, x.state, x.sample = held, HELD, sample_of(held)
+    x.held, x.state = held, HELD
+    x.sample = sample_of(x.as_made(held))
     for i in log.inputs_of(log.calls[x.call]):
         log.remove_reader(i)
 
