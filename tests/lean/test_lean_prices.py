@@ -199,6 +199,22 @@ def test_what_recording_takes_is_measured(with_and_without_nodes):
     assert all(0 < share < 1 for share in found) if with_and_without_nodes else set(found) == {0}
 
 
+def test_recording_that_takes_more_than_the_tenth_is_reported(with_and_without_nodes):
+    """The log in Python, which takes longer, does not measure it."""
+    for _ in range(6):
+        small, large = torch.randn(16, requires_grad=True), torch.randn(4096, requires_grad=True)
+        with lean() as saved:
+            for _ in range(300):
+                small = (small.sin() + 1).cos()
+            for _ in range(8):
+                large = (large.sin() + 1).cos()
+        (small.sum() + large.sum()).backward()
+    share = saved.plan.made_for.recording
+    assert (share > 0.1) == with_and_without_nodes
+    assert saved.plan.overhead >= share
+    assert ("recording alone takes" in " ".join(saved.reasons)) == with_and_without_nodes
+
+
 def test_two_steps_within_one_pass_say_nothing():
     """The time of the log is that of both."""
     net, plans = Slow(2e-3), []

@@ -51,8 +51,8 @@ class Pass(NamedTuple):
 
     @property
     def share_of_hooks(self) -> float:
-        """The price of the hooks themselves, as a share of a plain PyTorch step's."""
-        return self.hooks / max(self.lines.step.seconds, 1e-12)
+        """What the hooks themselves take, as a share of a plain PyTorch step: measured, or else by price."""
+        return self.recording or self.hooks / max(self.lines.step.seconds, 1e-12)
 
 
 def size(call: Call) -> int:
