@@ -213,8 +213,8 @@ def dear(hooks: float, overhead: float) -> str:
 def recording(share: float, overhead: float) -> str:
     """Recording alone takes more than plain `lean()` spends."""
     return (
-        f"plain lean() spends more than {overhead:g} of a plain PyTorch step: recording alone takes {share:.2f},"
-        " as measured, since the pass has many small operators; larger batches have no more of them"
+        f"plain lean() spends more than {overhead:g} of a plain PyTorch step: recording alone takes"
+        f" {share:.2f}, as measured, since the pass has many small operators; larger batches have no more"
     )
 
 
