@@ -175,9 +175,9 @@ class Walk {
 inline bool encode(Log& log, int v) {
   Value& x = log.values[v];
   if (!may_be_coded(x, x.held)) return false;
-  const Tensor whole = as_made(x, x.held);
-  const Sample sample = Sample::of(whole);
-  if (!x.sample.matches(whole)) return false;  // it was edited, which is an error when something is rebuilt from it
+  const Tensor made_as = as_made(x, x.held), whole = static_cast<int64_t>(x.held.nbytes()) == x.storage_bytes ? x.held : made_as;
+  const Sample sample = Sample::of(made_as);
+  if (!x.sample.matches(made_as)) return false;  // it was edited, which is an error when something is rebuilt from it
   const Below below(x.made.fake);
   std::optional<Coded> made;
   try {

@@ -11,7 +11,7 @@ from leannorm.planning.timeline import Outcome, Step, Uses, outcome
 
 _STARTS, _TRIALS = 4, 150
 """The number of points from which the peak is lowered by single changes, and of changes tried from each."""
-_ROUNDS, _WIDTH, _FAILURES = 12, 8, 2
+_ROUNDS, _WIDTH, _FAILURES = 12, 8, 6
 """To lower a peak to the baseline's, so many changes are made at most, the best of so many each time; after
 so many failures in a row, later points, which make more again, are not tried."""
 _LAG, _SMALL = 0.003, 128
@@ -76,42 +76,42 @@ def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float
 
 
 def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
-    """The points whose peak is not above the baseline's, and for other points one near it, if there is one.
+    """For points whose peak is above the baseline's, one near it whose peak is not, if there is one.
 
     A few bytes that are made again at the baseline's peak would rule out every point that makes them again.
     So a value in use there is kept, or another one is made again. What was changed in the point before is
-    tried first.
+    tried first. Each value is changed only once, as that may raise the peak elsewhere.
     """
-    free, always = _free(step), unkept(step)
+    free, always = set(_free(step)), unkept(step)
     kept, again = frozenset[int](), frozenset[int]()
-    low, failed = [point for point in points if point.peak <= stock.peak], 0
+    known, failed = [point for point in points if point.peak <= stock.peak], 0
+    found: list[Outcome] = []
     for first in points:
-        latest = first.seconds + _LAG * step.seconds
-        if failed == _FAILURES:
-            break
-        if any(p.held <= first.held + stock.held // _SMALL and p.seconds <= latest for p in low):
+        latest, most = first.seconds + _LAG * step.seconds, first.held + stock.held // _SMALL
+        if any(p.seconds <= latest and p.held <= most for p in (*known, *found)):
             continue
         worth = (first.seconds - stock.seconds) / max(stock.held - first.held, 1)
         point = outcome(step, (first.again - kept) | again | always)
         if point.peak <= stock.peak:
-            low.append(point)
+            found.append(point)
             more = point.seconds - first.seconds + worth * (point.held - first.held)
             if more < _LAG * step.seconds:
                 continue
             point = first
-        left = set(
-            free
-        )  # a value is changed only once: that may raise the peak elsewhere, to be lowered next
+        left = free
         for _ in range(_ROUNDS):
             before, point = point, _changed_at_peak(step, point, stock.peak, worth, left)
-            left -= before.again ^ point.again
+            left = left - (before.again ^ point.again)
             if point is before or point.peak <= stock.peak:
                 break
-        if point.peak <= stock.peak:
-            kept, again = first.again - point.again, point.again - first.again
-            low.append(point)
-        failed = failed + 1 if point.peak > stock.peak else 0
-    return low
+        if point.peak > stock.peak:
+            failed += 1
+            if failed == _FAILURES:
+                break
+            continue
+        kept, again, failed = first.again - point.again, point.again - first.again, 0
+        found.append(point)
+    return found
 
 
 def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: set[int]) -> Outcome:
