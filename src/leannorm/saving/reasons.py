@@ -100,7 +100,7 @@ HEAD_OF_UNITS = (
 
 
 class Why(IntEnum):
-    """Why an operation's output is kept, as `records` give it. In the order of `Why` in log.h."""
+    """Why an operation's output is kept, as `records` give it. In the order of `Why` in values.h."""
 
     sentence: str
 

@@ -25,7 +25,7 @@ _NO_GRADIENT = {"aten::sum"}  # whose gradient takes no memory: it is one number
 _WORKING = {"aten::pow": 2, "aten::native_batch_norm": 1}
 """What the backward pass of a call allocates in addition to gradients, in multiples of its result's bytes."""
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
-WANTS, HAS_GRADIENT = 1, 2  # as `Gradient` in log.h
+WANTS, HAS_GRADIENT = 1, 2  # as `Gradient` in values.h
 
 
 class Read(NamedTuple):
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 class Value(NamedTuple):
     """One version of a memory. `storage`: the memory's bytes; `coded`: those that keeping it takes.
-    `gradient`: bits of log.h. `needed`: whether the backward pass reads it or rebuilds others from it.
+    `gradient`: bits of values.h. `needed`: whether the backward pass reads it or rebuilds others from it.
     `makes`: whether it is rebuilt, or could be if others were kept. `held`: whether this pass does not
     rebuild it. `counts`: whether its bytes count as kept or rebuilt. `cause`: why it is kept."""
 
