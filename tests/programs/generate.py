@@ -12,6 +12,7 @@ from torch import Tensor
 
 from programs.functions import own_settings
 from programs.language import Line, Program
+from programs.norms import may_crash_torch
 from programs.observe import may_hide_edits, observe
 from programs.operations import BLOCKS, OPERATIONS
 from programs.run import SharingRun, is_leaf
@@ -280,7 +281,10 @@ def _backward(maker):
     if maker.chance(0.1):
         lines.append(Line(0, f"with {rng.choice([b for b in BLOCKS if 'lean' not in b])}:"))
         depth = 1
-    lines += [Line(depth, text) for text in rng.choice(passes)]
+    chosen = rng.choice(passes)
+    if may_crash_torch("\n".join(line.text for line in (*maker.before, *maker.lines))):
+        chosen = passes[0]  # every input that has a gradient gets it
+    lines += [Line(depth, text) for text in chosen]
     if maker.chance(0.7):
         lines.append(Line(0, maker.pick("sgd(0.1)", "sgd(0.1, data=True)", "sgd(1.0)")))
         if trained and maker.program.forwards == 1 and maker.chance(0.05):

@@ -8,6 +8,7 @@ import re
 
 from programs.compare import judge
 from programs.language import SECTIONS, Line
+from programs.norms import may_crash_torch
 from programs.observe import may_hide_edits, names_read, observe
 
 _MOST = 600  # programs tried
@@ -38,8 +39,7 @@ def _is_documented(program):
 
 
 def _crashes_torch(listing):
-    """Perhaps: torch 2.13's group norm does, on channels_last input that has no gradient."""
-    return re.search(r"group_norm|GroupNorm", listing) and "tensor(" in listing and "_last" in listing
+    return may_crash_torch(listing) and "tensor(" in listing
 
 
 def _smaller(program):
