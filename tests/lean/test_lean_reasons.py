@@ -15,7 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from leannorm.saving import lean, make_lean, reasons
 
-LOG = Path(__file__).parents[2] / "csrc" / "nodes" / "record" / "log.h"
+VALUES = Path(__file__).parents[2] / "csrc" / "nodes" / "record" / "values.h"
 
 
 def hooks_are_open():
@@ -275,6 +275,6 @@ def test_a_pass_that_follows_a_plan_says_what_its_first_one_did(with_and_without
 
 
 def test_reasons_have_the_numbers_that_cpp_gives():
-    (names,) = re.findall(r"enum class Why : uint8_t \{ (.*?) \}", LOG.read_text())
+    (names,) = re.findall(r"enum class Why : uint8_t \{ (.*?) \}", VALUES.read_text())
     of_cpp = [re.sub(r"(?<!^)(?=[A-Z])", "_", name[1:]).upper() for name in names.split(", ")]
     assert of_cpp == [why.name for why in reasons.Why]
