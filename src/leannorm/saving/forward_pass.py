@@ -281,11 +281,9 @@ class ForwardPass:
         elif plan is not None and plan.is_dear:
             whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         goal = self._settings.goal
-        if goal is not None and goal.free is not None and plan is not None:
-            most, taken = goal.overhead or 0.0, plan.made_for.recording
-            whole += [reasons.recording(taken, most)] if taken > most else []
+        recording = None if goal is None or plan is None else reasons.of_recording(goal, plan)
         peak = None if goal is None or plan is None else reasons.of_peak(goal, plan)
-        whole += [reason for reason in (missed, self._of_plans, peak) if reason is not None]
+        whole += [reason for reason in (recording, missed, self._of_plans, peak) if reason is not None]
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in counts.items()

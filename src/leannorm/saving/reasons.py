@@ -210,11 +210,14 @@ def dear(hooks: float, overhead: float) -> str:
     )
 
 
-def recording(share: float, overhead: float) -> str:
-    """Recording alone takes more than plain `lean()` spends."""
+def of_recording(goal: Goal, plan: RebuildPlan) -> str | None:
+    """The reason that plain `lean()` takes more than it may spend, if recording alone takes that."""
+    taken = plan.made_for.recording
+    if goal.free is None or goal.overhead is None or taken <= goal.overhead:
+        return None
     return (
-        f"plain lean() spends more than {overhead:g} of a plain PyTorch step: recording alone takes"
-        f" {share:.2f}, as measured, since the pass has many small operators; larger batches have no more"
+        f"plain lean() spends more than {goal.overhead:g} of a plain PyTorch step: recording alone takes"
+        f" {taken:.2f}, as measured, since the pass has many small operators; larger batches have no more"
     )
 
 

@@ -81,7 +81,7 @@ def hand_over(log: Log) -> None:
             log.busy = busy
         if bring is None or not x.refs or x.state != HELD:
             continue
-        x.sample = sample_of(given) if x.sample is None else x.sample
+        x.sample = sample_of(x.as_made(given)) if x.sample is None else x.sample
         x.elsewhere = Elsewhere(bring, StorageWeakRef(given.untyped_storage()))
         with below():
             x.held = given.new_empty(0)
