@@ -263,3 +263,35 @@ def test_a_view_of_as_many_elements_is_not_the_whole(with_and_without_nodes):
             yield torch.autograd.grad(loss, w)[0]
 
     assert_as_stock(program, recompute="norm")
+
+
+WRITES = {
+    "mul_": lambda y: y.mul_(y),
+    "pow_": lambda y: y.pow_(2),
+    "div_": lambda y: y.div_(y.detach() + 2),
+    "addcmul_": lambda y: y.addcmul_(y, y),
+    "sin_": lambda y: y.sin_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:leannorm")
+@pytest.mark.parametrize("budget", [0.9, 0.7, 0.5, 0.3])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_call_saves_what_a_plan_keeps_and_writes_it(write, budget, with_and_without_nodes):
+    """Others were rebuilt from the value's source so far, and from the value itself from then on."""
+
+    def program(context):
+        torch.manual_seed(0)
+        seen = []
+        for x in torch.randn(4, 4, 6, 64):
+            x.requires_grad_()
+            with context():
+                y = x * x
+                z = F.scaled_dot_product_attention(y.double(), y.double(), y.double()).float() * y.exp()
+                WRITES[write](y)
+                loss = z.sum()
+            loss.backward()
+            seen += [loss.detach(), x.grad]
+        return seen
+
+    assert_as_stock(program, budget=budget)

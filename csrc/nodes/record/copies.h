@@ -1,4 +1,5 @@
-// Copies of small tensors that existed before the pass, such as weights, because an optimizer may change them.
+// Copies of what rebuilds need and others may write: of small tensors that existed before the pass, such as weights, because
+// an optimizer may change them, and of memory that a call is about to write.
 #pragma once
 
 #include "replay.h"
@@ -10,7 +11,15 @@
 
 namespace leannorm::recording {
 
-// Copies one such tensor. Those on a device are copied together when the pass ends, by one call.
+// Copies a value whose memory is about to be written, if others are rebuilt from it.
+inline void copy_before_write(Log& log, int v) {
+  Value& value = log.values[v];
+  if (!value.held.defined() || value.copied || value.refs <= value.saves) return;
+  const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
+  if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
+}
+
+// Copies one small tensor. Those on a device are copied together when the pass ends, by one call.
 inline void copy_small(Log& log, int v) {
   Value& x = log.values[v];
   if (is_on_device(x.made) && !log.gathers) return log.to_copy.push_back(v);

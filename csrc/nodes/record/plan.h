@@ -97,14 +97,10 @@ struct Follower {
   }
 };
 
-// Keeps a saved value as the plan says. From now on others are rebuilt from it.
+// Keeps a saved value as the plan says.
 inline void keep(Log& log, int v, const Tensor& t, const Cause& cause) {
-  Value& x = log.values[v];
-  x.why = cause.why, x.cause = cause;
-  if (x.state != Value::kDropped) return;
-  x.held = alias_of(t), x.state = Value::kHeld;
-  x.sample = Sample::of(as_made(x, x.held));
-  for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
+  if (log.values[v].state == Value::kDropped) hold_again(log, v, alias_of(t));
+  log.values[v].why = cause.why, log.values[v].cause = cause;
 }
 
 // ---------------------------------------------------------------- the timeline

@@ -75,14 +75,6 @@ inline bool reads_subclass(c10::ArrayRef<const IValue> inputs) {
   return false;
 }
 
-// Copies a value whose memory is about to be written, if others are rebuilt from it.
-inline void copy_before_write(Log& log, int v) {
-  Value& value = log.values[v];
-  if (!value.held.defined() || value.copied || value.refs <= value.saves) return;
-  const Tensor now = value.elsewhere ? Replay(log).brought(v) : value.held;
-  if (!value.elsewhere || !value.elsewhere->is_other) value.held = copy_of(now, value.made), value.copied = true;
-}
-
 // Notes that this call is going to write the memory of `t`.
 inline void about_to_write(Log& log, int number, Call& call, const Tensor& t) {
   if (!plain(t, /*in_any_bits=*/true)) return;

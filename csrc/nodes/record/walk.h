@@ -269,10 +269,13 @@ inline void remove_reader(Log& log, int v) {
   }
 }
 
-// Keeps a dropped value from now on: it is saved again, and could not be rebuilt.
+// Keeps a dropped value from now on: it is saved again, and could not be rebuilt, or a plan keeps it. From now on others are
+// rebuilt from it. The call that saves it may be one that is going to write it.
 inline void hold_again(Log& log, int v, Tensor held) {
   Value& x = log.values[v];
   x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
+  x.sample = Sample::of(as_made(x, x.held));
+  if (log.memories[x.memory].writer >= 0) copy_before_write(log, v);
   for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
 }
 
