@@ -121,7 +121,8 @@ class Loop:
         found, error = middle - 1.0, 2 * 1.253 * spread / count**0.5
         low, high = min(ratios) - 1.0, max(ratios) - 1.0
         is_far = low > self.asked + _FAR or (high < self.asked - _FAR and self.at < self.rungs[-1])
-        if is_far or (count >= _FEWEST and error <= _SURE) or count >= _MOST:
+        is_known = error <= _SURE or abs(found - self.asked) > _NEAR + error  # or it is known to be elsewhere
+        if is_far or (count >= _FEWEST and is_known) or count >= _MOST:
             self._decide(found, error)
 
     def _decide(self, found: float, error: float) -> None:
