@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from leannorm import InputError, lean, make_lean
-from leannorm.saving import small
+from leannorm.saving import plans, small
 from leannorm.saving.remembered import nothing_remembered
 
 LIMIT = 1 << 18
@@ -88,10 +88,13 @@ def test_a_pass_is_looked_at_again_when_it_frees_more_than_it_did():
     assert_equal(ours, stock(deep, x))
 
 
-def test_a_pass_that_is_left_alone_is_looked_at_now_and_then():
+def test_a_pass_that_is_left_alone_is_looked_at_ever_more_seldom_and_not_planned():
     model, x = network(), torch.randn(48, 32)
-    looked = [step(model, x)[1].rebuilt_bytes > 0 for _ in range(2 * small._AGAIN + 3)]
-    assert [i for i, one in enumerate(looked) if one] == [0, small._AGAIN + 1, 2 * small._AGAIN + 2]
+    passes = [step(model, x)[1] for _ in range(3 * small._AGAIN + 3)]
+    looked = [i for i, one in enumerate(passes) if one.rebuilt_bytes]
+    assert looked == [0, small._AGAIN + 1, 3 * small._AGAIN + 2]
+    assert all(one.plan is None for one in passes)
+    assert not any(known.entries for known in plans.KNOWN.values())
 
 
 def test_hooks_of_a_pass_that_is_left_alone_are_gone_behind_its_first_tensor():

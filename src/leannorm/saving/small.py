@@ -34,7 +34,7 @@ NEVER_SMALL = object()
 
 Kept = tuple[Tensor, int]  # a tensor and its version
 
-_AGAIN = 64  # passes that are left alone before one is recorded again
+_AGAIN, _MOST = 64, 4096  # passes that are left alone before one is recorded again: each time twice as many
 _LARGER = 4
 _MORE_NODES = 1.25  # a pass with this many times the autograd nodes is not the same one
 _MAX_PLACES = 4096
@@ -50,10 +50,13 @@ class Seen(NamedTuple):
 
 
 class Alone:
-    """The passes at one place that are left alone since the last that was recorded."""
+    """The passes at one place that are left alone since the last that was recorded.
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen, self.left = seen, _AGAIN  # `left`: how many more there are
+    `again`: how many. `left`: how many more there are.
+    """
+
+    def __init__(self, seen: Seen, again: int = _AGAIN) -> None:
+        self.seen, self.again, self.left = seen, again, again
         larger = min(max(few_bytes() / max(seen.freed, 1), 1.0), _LARGER)
         self.most = max(seen.first, 1) * larger
         """Bytes of the first tensor up to which rebuilds free little; a pass with more is recorded."""
@@ -92,14 +95,16 @@ def left_alone(place: Hashable) -> Alone | None:
     return known if known is not None and known.left >= 0 else None
 
 
-def note(place: Hashable, seen: Seen | None) -> None:
-    """Note that a pass was recorded; with None, that the next one is to be."""
+def note(place: Hashable, seen: Seen | None) -> bool:
+    """Note that a pass was recorded; with None, that the next one is to be. Returns whether the next ones are
+    left alone."""
+    before = LEFT_ALONE.pop(place, None)
     if seen is None or seen.freed > few_bytes():
-        LEFT_ALONE.pop(place, None)
-        return
+        return False
     if len(LEFT_ALONE) >= _MAX_PLACES:
         LEFT_ALONE.clear()
-    LEFT_ALONE[place] = Alone(seen)
+    LEFT_ALONE[place] = Alone(seen) if before is None else Alone(seen, min(2 * before.again, _MOST))
+    return True
 
 
 nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
