@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -87,7 +88,7 @@ def test_plans_for_all_bytes_whatever_the_prices(name, monkeypatch):
             v if v.seconds is None else v._replace(seconds=v.seconds * rng.uniform(0.7, 1.4))
             for v in seen[0].values
         ]
-        lines = Lines(seen[0]._replace(values=values))
+        lines = Lines(replace(seen[0], values=values))
         shares = [point.held / lines.stock.held for point in lines.by_held]
         assert all(a - b < 0.2 for a, b in pairwise(shares) if a > 0.3), [round(share, 2) for share in shares]
 

@@ -1,5 +1,7 @@
 """Values that wait on the host: what the planner says of them happens, and where it chooses them."""
 
+from dataclasses import replace
+
 import pytest
 from planning_steps import MILLI, layers_to_move
 
@@ -66,7 +68,7 @@ def test_moves_are_spread_over_the_pass_so_that_copies_are_hidden():
     backward = [
         moment._replace(reads=range(4 * moment.reads[0], 4 * moment.reads[0] + 4)) for moment in one.backward
     ]
-    step = one._replace(values=values, backward=backward, stock=frozenset(range(64)))
+    step = replace(one, values=values, backward=backward, stock=frozenset(range(64)))
     found = plan(Lines(step), Goal(budget=0.8)).point
     assert found.held <= 0.8 * of_stock(step).held
     assert found.seconds == pytest.approx(0, abs=1.1 * MILLI)  # the first one that is read back
@@ -79,7 +81,7 @@ def test_moves_are_spread_over_the_pass_so_that_copies_are_hidden():
 def test_with_a_link_no_goal_takes_longer_than_without():
     for link in (5, 20, 40, 80, 200):
         step = layers_to_move(12, link=link / MILLI)
-        lines, alone = Lines(step), Lines(step._replace(link=0.0))
+        lines, alone = Lines(step), Lines(replace(step, link=0.0))
         for share in (0.2, 0.4, 0.6, 0.8):
             for goal in (Goal(budget=share), Goal(peak=share)):
                 ours, theirs = plan(lines, goal), plan(alone, goal)
@@ -89,5 +91,5 @@ def test_with_a_link_no_goal_takes_longer_than_without():
 
 
 def test_nothing_moves_without_a_link():
-    step = layers_to_move(12)._replace(link=0.0)
+    step = replace(layers_to_move(12), link=0.0)
     assert not any(point.moved for point in Lines(step).by_held)

@@ -254,3 +254,13 @@ def test_peaks_in_words():
 def test_numbers_of_numpy_are_numbers():
     assert goal("norm", None, None, np.int64(2**20)) == Goal(peak=2**20)
     assert goal("norm", np.float32(0.5), None, None) == Goal(budget=0.5)
+
+
+def test_the_last_reader_spares_bytes_of_what_is_made_again_for_it_alone():
+    first = Value(8, 1 * MILLI, made=0, until=-1, again=8, spares=8)
+    second = Value(4, 1 * MILLI, (0,), made=0, until=-1, again=4)
+    moments = [Moment((0,)), Moment(()), Moment((0,)), Moment((1,))]
+    step = Step([first, second], 1, moments, [0, 5, 5, 20, 5], frozenset({0, 1}), 10 * MILLI)
+    assert outcome(step, frozenset()).alive == (12, 17, 17, 32, 9)
+    assert outcome(step, frozenset({0})).alive == (4, 17, 17, 24, 9)
+    assert outcome(step, frozenset({0, 1})).alive == (0, 13, 13, 28, 17)  # the second is made of it later

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ class Joint(NamedTuple):
         kept = {index[n] for n in saved if n in index} | {
             i for i, v in enumerate(values) if v.seconds is None
         }
-        return outcome(self.step._replace(values=values), frozenset(range(len(values))) - kept)
+        return outcome(replace(self.step, values=values), frozenset(range(len(values))) - kept)
 
 
 class Reader:

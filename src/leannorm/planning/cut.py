@@ -48,7 +48,7 @@ class Cuts:
         self.held = [value.nbytes for value in step.values]
         self.price = [price(v.seconds) if i not in fixed else None for i, v in enumerate(step.values)]
         self.made_of = [value.made_of for value in step.values]
-        self.read = sorted({i for moment in step.backward for i in moment.reads})
+        self.read = {i for moment in step.backward for i in moment.reads}
 
     def chain(self, least: int = 0) -> list[Choice]:
         """Every choice that is the cheapest at some rate, from the fewest seconds to the fewest bytes.
@@ -57,14 +57,16 @@ class Cuts:
         """
         everything = sum(p for p in self.price if p is not None)
         first, last = self._solve(0, 1), self._solve(everything + 1, 1)
-        choices, left = [first], [(first, last)] if last.held < first.held else []
+        whole: Sequence[int] = range(len(self.held))
+        choices, left = [first], [(first, last, whole)] if last.held < first.held else []
         while left:
-            low, high = left.pop()
-            between = self._between(low, high) if low.held - high.held > least else None
+            low, high, free = left.pop()
+            free = [i for i in free if low.side[2 * i : 2 * i + 2] != high.side[2 * i : 2 * i + 2]]
+            between = self._between(low, high, free) if low.held - high.held > least else None
             if between is None:
                 choices.append(high)
             else:
-                left += [(between, high), (low, between)]
+                left += [(between, high, free), (low, between, free)]
         return choices
 
     def weighed(self, held: Sequence[int | None], prices: Sequence[int | None]) -> frozenset[int]:
@@ -73,48 +75,57 @@ class Cuts:
         other.held, other.price = list(held), list(prices)
         return other._solve(1, 1).again
 
-    def _between(self, low: Choice, high: Choice) -> Choice | None:
+    def _between(self, low: Choice, high: Choice, free: Sequence[int]) -> Choice | None:
         """A choice that is cheaper than both, at the rate at which both cost the same."""
         of_bytes, of_seconds = high.price - low.price, low.held - high.held
         if of_bytes <= 0 or of_seconds <= 0:
             return None
-        between = self._solve(of_bytes, of_seconds, low.side, high.side)
+        between = self._solve(of_bytes, of_seconds, low, high, free)
         cost, before = (of_bytes * c.held + of_seconds * c.price for c in (between, low))
         return between if cost < before else None
 
     def _solve(
-        self, of_bytes: int, of_seconds: int, low: bytes | None = None, high: bytes | None = None
+        self,
+        of_bytes: int,
+        of_seconds: int,
+        low: Choice | None = None,
+        high: Choice | None = None,
+        free: Sequence[int] | None = None,
     ) -> Choice:
-        """The cheapest cut with the smallest sink's side, which contains `low` and lies in `high`."""
+        """The cheapest cut with the smallest sink's side, which contains that of `low` and lies in that of
+        `high`. `free`: the values by which these differ; no edge that is never cut leads from others to them.
+        """
         count = len(self.held)
-        low, high = low or bytes(2 * count), high or b"\1" * (2 * count)
-        place, nodes = [0] * (2 * count), 2
-        for node in range(2 * count):
-            if low[node]:
-                place[node] = 1
-            elif high[node]:
-                place[node] = nodes
-                nodes += 1
-        everything = of_bytes * sum(h or 0 for h in self.held) + of_seconds * sum(p or 0 for p in self.price)
-        wide = 1 + everything
-        network = _Network(nodes)
-        for i in range(count):
+        low = low or Choice(frozenset(), 0, 0, bytes(2 * count))
+        beyond = b"\1" * (2 * count) if high is None else high.side
+        free = range(count) if free is None else free
+        nodes = [node for i in free for node in (2 * i, 2 * i + 1) if not low.side[node] and beyond[node]]
+        place = {node: number for number, node in enumerate(nodes, 2)}
+        most = (of_bytes * (self.held[i] or 0) + of_seconds * (self.price[i] or 0) for i in free)
+        wide = 1 + sum(most)
+        network = _Network(2 + len(nodes))
+        for i in free:
             of_making, of_keeping = self.price[i], self.held[i]
-            way_in, way_out = place[2 * i], place[2 * i + 1]
+            way_in = place.get(2 * i, low.side[2 * i])
+            way_out = place.get(2 * i + 1, low.side[2 * i + 1])
             network.add(0, way_in, wide if of_making is None else of_seconds * of_making)
             network.add(way_in, way_out, wide if of_keeping is None else of_bytes * of_keeping)
             for source in self.made_of[i]:
-                network.add(place[2 * source + 1], way_in, wide)
-        for i in self.read:
-            network.add(place[2 * i + 1], 1, wide)
+                network.add(place.get(2 * source + 1, 1), way_in, wide)
+            if i in self.read:
+                network.add(way_out, 1, wide)
         network.saturate()
-        reached = [steps >= 0 for steps in network.steps_to_sink()]
-        side = bytes(reached[node] for node in place)
-        again = frozenset(i for i in range(count) if side[2 * i])
-        kept = (i for i in range(count) if side[2 * i + 1] and not side[2 * i])
-        return Choice(
-            again, sum(self.held[i] or 0 for i in kept), sum(self.price[i] or 0 for i in again), side
-        )
+        steps, side, again = network.steps_to_sink(), bytearray(low.side), set(low.again)
+        for node, number in place.items():
+            side[node] = steps[number] >= 0
+        held, price = low.held, low.price
+        for i in free:
+            makes, keeps = side[2 * i], side[2 * i + 1] > side[2 * i]
+            held += (keeps - (low.side[2 * i + 1] > low.side[2 * i])) * (self.held[i] or 0)
+            price += (makes - low.side[2 * i]) * (self.price[i] or 0)
+            if makes:
+                again.add(i)
+        return Choice(frozenset(again), held, price, bytes(side))
 
 
 class _Network:

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from leannorm.planning.cut import Cuts
-from leannorm.planning.peaks import descents, lowered, under_peaks, unkept
+from leannorm.planning.peaks import descents, lowered, under_peaks
 from leannorm.planning.timeline import Outcome, Step, Uses, of_stock, outcome
 
 _PARTS = 128
@@ -21,6 +21,9 @@ _LARGE, _EARLY = 16, 48
 up to this many earlier sets of the chain."""
 _SPAN = 4
 """A row of values made again is cut when it reaches the baseline's bytes divided by this."""
+_FEW = 512
+"""In a step of more values the search for lower peaks takes most of the time, and adds no point to a line of
+bytes that would be cheaper by a thousandth of the step. In a small step it does."""
 _MOVED, _PACES = 32, (0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 4.0, float("inf"))
 """From so many points values are moved to the host; at most so many times as many bytes as the link has had
 time for. At more than 1 the computation waits for copies."""
@@ -36,43 +39,64 @@ class Lines:
     @cached_property
     def by_held(self) -> list[Outcome]:
         """Fewer and fewer bytes kept, for more and more seconds, at no peak above the baseline's."""
-        return self._line(lambda point: point.held)
+        return self._line(self._of_bytes, lambda point: point.held)
 
     @cached_property
     def beyond(self) -> list[Outcome]:
         """Fewer bytes kept than on that line, at peaks above the baseline's; the fewest seconds first."""
         least = self.by_held[-1].held
-        above = [p for p in self._points if p.held < least and p.peak > self.stock.peak]
+        above = [p for p in self._of_bytes if p.held < least and p.peak > self.stock.peak]
         return sorted(above, key=lambda p: (p.seconds, p.held))
 
     @cached_property
     def by_peak(self) -> list[Outcome]:
         """Lower and lower peaks, for more and more seconds; no point keeps more than the baseline."""
-        return self._line(lambda point: point.peak)
+        return self._line(self._of_peaks, lambda point: point.peak)
 
-    def _line(self, size: Callable[[Outcome], int]) -> list[Outcome]:
+    def _line(self, points: Iterable[Outcome], size: Callable[[Outcome], int]) -> list[Outcome]:
         line = [self.stock]
-        allowed = (p for p in self._points if p.held <= self.stock.held and p.peak <= self.stock.peak)
+        allowed = (p for p in points if p.held <= self.stock.held and p.peak <= self.stock.peak)
         for point in sorted(allowed, key=lambda p: (max(p.seconds, self.stock.seconds), size(p))):
             if size(point) < size(line[-1]):
                 line.append(point)
         return line
 
     @cached_property
-    def _points(self) -> list[Outcome]:
-        step, cuts = self.step, Cuts(self.step)
-        least = self.stock.held // _PARTS
-        chain = [choice.again for choice in cuts.chain(least)]
+    def _cuts(self) -> Cuts:
+        return Cuts(self.step)
+
+    @cached_property
+    def _chains(self) -> list[list[frozenset[int]]]:
+        step, least = self.step, self.stock.held // _PARTS
+        chain = [choice.again for choice in self._cuts.chain(least)]
         spans = _spans(step, chain[-1], self.stock.held // _SPAN)
         short = [choice.again for choice in Cuts(step, spans).chain(least)]
-        chains = [[*_in_parts(step, line, least)] for line in (chain, short)]
-        early = (again for line in chains for again in _early(step, line, self.stock.held // _LARGE))
-        sets = dict.fromkeys([*chains[0], *chains[1], *early])
-        points = [outcome(step, again) for again in sets]
-        low = lowered(step, points[: len(chains[0])], self.stock)
-        points = sorted([*points, *under_peaks(step, cuts, self.stock)], key=lambda p: (p.peak, p.seconds))
-        points += [*low, *descents(step, points)]
-        return [*points, *_moving(step, points)]
+        return [[*_in_parts(step, line, least)] for line in (chain, short)]
+
+    @cached_property
+    def _choices(self) -> list[Outcome]:
+        large = self.stock.held // _LARGE
+        early = (again for line in self._chains for again in _early(self.step, line, large))
+        sets = dict.fromkeys([*self._chains[0], *self._chains[1], *early])
+        return [outcome(self.step, again) for again in sets]
+
+    @cached_property
+    def _lowered(self) -> list[Outcome]:
+        return lowered(self.step, self._choices[: len(self._chains[0])], self.stock)
+
+    @cached_property
+    def _of_bytes(self) -> list[Outcome]:
+        if len(self.step.values) <= _FEW:
+            return self._of_peaks
+        points = [*self._choices, *self._lowered]
+        return [*points, *_moving(self.step, points)]
+
+    @cached_property
+    def _of_peaks(self) -> list[Outcome]:
+        points = [*self._choices, *under_peaks(self.step, self._cuts, self.stock)]
+        low = descents(self.step, sorted(points, key=lambda p: (p.peak, p.seconds)))
+        points += [*self._lowered, *low]
+        return [*points, *_moving(self.step, points)]
 
 
 def _moving(step: Step, points: list[Outcome]) -> Iterator[Outcome]:
@@ -123,10 +147,9 @@ def _early(step: Step, sets: list[frozenset[int]], least: int) -> Iterator[froze
     The chain drops it late if that frees few bytes per second, which leaves a gap of its size between two
     points. A budget in that gap is reached in less time with this part and fewer of the others.
     """
-    always = unkept(step)
     for at, (reached, after) in enumerate(pairwise(sets)):
         if _bytes_of(step, after - reached) >= least:
-            part = (after - reached) | always
+            part = (after - reached) | step.unkept
             yield from (before | part for before in sets[: at : at // _EARLY + 1])
 
 

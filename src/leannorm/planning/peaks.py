@@ -23,20 +23,6 @@ _SHARPNESS = (20, 60, 150, 150)
 """How much more the highest moments weigh than those a little lower, in each round."""
 
 
-def unkept(step: Step) -> set[int]:
-    """The values that cannot be kept, and are made again wherever they are needed."""
-    return {i for i, value in enumerate(step.values) if value.nbytes is None}
-
-
-def _free(step: Step) -> list[int]:
-    """The values that could be kept, and could also be made again from values that could be either."""
-    possible: list[bool] = []
-    for value in step.values:
-        made_of_possible = all(possible[s] or step.values[s].nbytes is not None for s in value.made_of)
-        possible.append(value.seconds is not None and made_of_possible)
-    return [i for i, value in enumerate(step.values) if possible[i] and value.nbytes is not None]
-
-
 def under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
     """Choices that weigh a byte by the moments at which it is in use: the closer to the peak, the more.
 
@@ -82,7 +68,7 @@ def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
     So a value in use there is kept, or another one is made again. What was changed in the point before is
     tried first. Each value is changed only once, as that may raise the peak elsewhere.
     """
-    free, always = set(_free(step)), unkept(step)
+    free = set(step.free)
     kept, again = frozenset[int](), frozenset[int]()
     known, failed = [point for point in points if point.peak <= stock.peak], 0
     found: list[Outcome] = []
@@ -91,7 +77,7 @@ def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
         if any(p.seconds <= latest and p.held <= most for p in (*known, *found)):
             continue
         worth = (first.seconds - stock.seconds) / max(stock.held - first.held, 1)
-        point = outcome(step, (first.again - kept) | again | always)
+        point = outcome(step, (first.again - kept) | again | step.unkept)
         if point.peak <= stock.peak:
             found.append(point)
             more = point.seconds - first.seconds + worth * (point.held - first.held)
@@ -117,7 +103,7 @@ def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
 def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: set[int]) -> Outcome:
     """The point with one value changed of those in use at its peak, at the least cost if a byte is `worth` so
     many seconds. Tried are the cheapest whose bytes suffice to get below `peak`, or the largest."""
-    always, there = unkept(step), _in_use_at_peak(step, point, free)
+    there = _in_use_at_peak(step, point, free)
 
     def size(i: int) -> int:
         value = step.values[i]
@@ -130,7 +116,7 @@ def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: 
 
     enough = [i for i in there if size(i) >= point.peak - peak]
     best = sorted(enough, key=cost) or sorted(there, key=size, reverse=True)
-    tried = (outcome(step, (point.again ^ {i}) | always) for i in best[:_WIDTH])
+    tried = (outcome(step, (point.again ^ {i}) | step.unkept) for i in best[:_WIDTH])
     return min(tried, key=lambda p: (_above(p, peak), p.seconds + worth * p.held), default=point)
 
 
@@ -153,12 +139,10 @@ def descents(step: Step, points: list[Outcome]) -> list[Outcome]:
 
 def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
     """From a point to lower peaks, by changing one value after another of those in use at the peak."""
-    always = unkept(step)
-    free = _free(step)
     trials, tried = _TRIALS, {point.again}
     while trials > 0 and point.alive:
-        there = sorted(_in_use_at_peak(step, point, free), key=lambda i: -(step.values[i].nbytes or 0))
-        changed = [outcome(step, (point.again ^ {i}) | always) for i in there[:trials]]
+        there = sorted(_in_use_at_peak(step, point, step.free), key=lambda i: -(step.values[i].nbytes or 0))
+        changed = [outcome(step, (point.again ^ {i}) | step.unkept) for i in there[:trials]]
         trials -= max(len(changed), 1)
         new = (p for p in changed if p.again not in tried)
         better = [p for p in new if (p.peak, p.seconds) < (point.peak, point.seconds)]

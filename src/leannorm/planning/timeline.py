@@ -7,6 +7,8 @@ what the backward pass reads from the forward pass. Each is kept until its last 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ class Value(NamedTuple):
     - `again`: its bytes while it is in memory without being kept, as a rule `nbytes`.
     - `fused`: whether each reader can compute it, so that it is in memory only if a reader needs that.
     - `whole`: whether making it needs the values that it is made of in memory.
-    - `spares`: the bytes that its first reader needs less if it is made again.
+    - `spares`: the bytes that its last reader needs less if the value is made again for it alone.
     - `ready`: the moment after which it may be moved to the host; -1 if it may not.
     """
 
@@ -52,7 +54,8 @@ class Moment(NamedTuple):
     writes: int = 0
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Step:
     """A training step.
 
     - `values`: in the order in which they are made: each is made of earlier ones.
@@ -73,6 +76,42 @@ class Step(NamedTuple):
     held: int = 0
     taken: Sequence[float] = ()
     link: float = 0.0
+
+    @cached_property
+    def read(self) -> tuple[list[int], list[int], list[bool]]:
+        """For each value, the first and the last moment that reads it, and whether one needs it in memory."""
+        count, never = len(self.values), len(self.beside)
+        first, last, whole = [never] * count, [-1] * count, [False] * count
+        for moment, (reads, in_memory, _) in enumerate(self.backward, self.forward):
+            for i in reads:
+                first[i], last[i] = min(first[i], moment), moment
+                whole[i] |= in_memory
+        return first, last, whole
+
+    @cached_property
+    def unkept(self) -> frozenset[int]:
+        """The values that cannot be kept, and are made again wherever they are needed."""
+        return frozenset(i for i, value in enumerate(self.values) if value.nbytes is None)
+
+    @cached_property
+    def free(self) -> list[int]:
+        """The values that could be kept, and could also be made again from values that could be either."""
+        possible: list[bool] = []
+        for value in self.values:
+            made_of_possible = all(possible[s] or self.values[s].nbytes is not None for s in value.made_of)
+            possible.append(value.seconds is not None and made_of_possible)
+        return [i for i, value in enumerate(self.values) if possible[i] and value.nbytes is not None]
+
+    @cached_property
+    def change(self) -> list[int]:
+        """For each moment, how many bytes of values begin to be in use in the forward pass, less those that
+        end there."""
+        change = [0] * (len(self.beside) + 1)
+        for value in self.values:
+            if value.made <= value.until:
+                change[value.made] += value.again
+                change[value.until + 1] -= value.again
+        return change
 
 
 class Outcome(NamedTuple):
@@ -107,26 +146,21 @@ class Uses:
     """
 
     def __init__(self, step: Step, again: Collection[int]) -> None:
-        count, never = len(step.values), len(step.beside)
-        self.first, self.last, self.written = [never] * count, [-1] * count, [False] * count
-        for moment, (reads, whole, _) in enumerate(step.backward, step.forward):
-            for i in reads:
-                self._use(i, moment, moment, whole)
-        for i in range(count - 1, -1, -1):
-            if self.last[i] >= 0 and i in again:
+        first, last, whole = step.read
+        self.first, self.last, self.written = list(first), list(last), list(whole)
+        for i in sorted(again, reverse=True):
+            if self.last[i] >= 0:
                 self.lead_on(step.values[i], i)
 
     def lead_on(self, value: Value, i: int) -> None:
         """Note that what a value is made of is needed when it is made, or whenever readers compute it."""
         self.written[i] |= not value.fused
-        last = self.first[i] if self.written[i] else self.last[i]
+        begin = self.first[i]
+        end = begin if self.written[i] else self.last[i]
         for source in value.made_of:
-            self._use(source, self.first[i], last, value.whole)
-
-    def _use(self, i: int, first: int, last: int, whole: bool) -> None:
-        self.first[i] = min(self.first[i], first)
-        self.last[i] = max(self.last[i], last)
-        self.written[i] |= whole
+            self.first[source] = min(self.first[source], begin)
+            self.last[source] = max(self.last[source], end)
+            self.written[source] |= value.whole
 
 
 def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Outcome:
@@ -137,26 +171,25 @@ def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Ou
     until the last use. A value that each reader computes uses what it is made of at each reader.
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
-    change = [0] * (len(step.beside) + 1)
+    _, read_last, _ = step.read
+    change = list(step.change)
     kept, made_again, held, seconds, written = [], [], step.held, 0.0, 0
     moving = _moving(step, uses, again, moved)
     stays = dict(zip(moved, moving.stays(), strict=True))
     gone = frozenset(i for at, i in enumerate(moved) if moving.has_left(at))
-    for i, value in enumerate(step.values):
-        if value.made <= value.until:
-            change[value.made] += value.again
-            change[value.until + 1] -= value.again
-        last = uses.last[i]
+    for i, last in enumerate(uses.last):
         if last < 0:
             continue
+        value = step.values[i]
         if i in again:
             assert value.seconds is not None, f"value {i} cannot be made again"
             made_again.append(i)
             seconds += value.seconds
             start, size = uses.first[i], value.again if uses.written[i] else 0
             written += size
-            change[start] -= value.spares
-            change[start + 1] += value.spares
+            if last == read_last[i]:
+                change[last] -= value.spares
+                change[last + 1] += value.spares
         else:
             assert value.nbytes is not None, f"value {i} cannot be kept"
             kept.append(i)
