@@ -260,12 +260,25 @@ def test_a_nan_tells_nothing_of_the_numbers_that_follow():
     assert shares[0] == shares[1] < 0.6
 
 
+class Tail(Norms):
+    """If only two blocks run, a tail follows of which budgets rebuild enough to keep all of the blocks."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.depth > 2:
+            return x
+        wide = x.repeat(1, 4).tanh()
+        for _ in range(4):
+            wide = wide * wide
+        return wide.view(len(x), -1, 64).sum(1)
+
+
 def test_an_old_plan_does_not_keep_passes_of_another_from_theirs():
     """What begins alike follows no plan once for it, when it is made again, and then its own plan again."""
-    model, without_plan, told = Norms(), [], []
+    model, without_plan, told = Tail(), [], []
     for depth in (6, 6, 2, 2, 2, 2, 2, *[6] * 20, *[2] * 20):
         model.depth = depth
-        ((share, saved),) = steps_of(model, [torch.randn(256, 64)], budget=0.6)
+        ((share, saved),) = steps_of(model, [torch.randn(256, 64)], budget=0.65)
         without_plan.append(share < 0.4)  # such a pass rebuilds all that it can
         told.append(reasons.BEGAN_AS_ANOTHER in saved.reasons)
     assert without_plan[0]

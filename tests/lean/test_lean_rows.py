@@ -1,5 +1,6 @@
 """The gradient of a log-softmax is computed some rows at a time, over the incoming one if it is free."""
 
+from contextlib import nullcontext
 from tempfile import NamedTemporaryFile
 
 import pytest
@@ -363,3 +364,24 @@ def test_a_softmax_that_widens_its_input_is_held_by_that(function):
         return x.grad, weight.grad
 
     assert_same(in_stock_and_lean(run, setting="norm"))
+
+
+@pytest.mark.filterwarnings("ignore:leannorm")
+def test_a_plan_knows_what_is_read_in_rows():
+    """The least peak that is planned is the peak of a step that makes everything again, and is measured."""
+    peaks = []
+    for setting in (None, {"recompute": "conv"}, {"peak": 0.2}):
+        x, weight = leaves()
+        for _ in range(5):
+            x.grad, weight.grad = torch.zeros_like(x), torch.zeros_like(weight)
+            saved = nullcontext() if setting is None else lean(**setting)
+
+            def forward(saved=saved, x=x, weight=weight):
+                with saved:
+                    return cross_entropy(x.tanh(), weight)
+
+            peak = measure_step(forward).peak
+        peaks.append(peak)
+    stock, conv, planned = peaks
+    assert planned <= 1.03 * conv
+    assert saved.plan.peak_ratio == pytest.approx(planned / stock, abs=0.05)

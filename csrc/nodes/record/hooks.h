@@ -154,6 +154,7 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   s.backward_passes = log.alive_of[s.pass].backward_passes, ++log.alive_of[s.pass].now;
   Value& x = log.values[v];
   ++x.saves, ++x.refs, ++x.left, ++log.alive;
+  x.waits = !log.limit && !s.spec && x.storage_bytes >= waits_from * (is_on_device(x.made) ? 8 : 1);
   if (!x.listed && !x.parameter) {
     x.parameter = is_parameter(whole);
     if (!x.parameter) x.listed = true, x.number = static_cast<int>(log.listed.size()), log.listed.push_back(v);
@@ -320,16 +321,11 @@ inline Tensor read(SavedObject& s) {
   return t;
 }
 
-// From so many bytes on, nodes may get a stand-in for what they do not read at once, on a device from eight times as many. It takes
-// the host 35 us, and the first one of a process 0.5 s and 40 MB, since torch then loads its distributed tensors. Tests set fewer.
-inline std::atomic<int64_t> waits_from = 1 << 23;
-
 // A tensor without memory for the node that reads now, or None; `x` is the saved value.
 inline py::object stand_in_for(const SavedObject& s, const Value& x, PyObject* given) {
   if (x.state != Value::kDropped || x.made.fake || s.original.defined() || x.shown.defined() || s.spec) return py::none();
   const bool in_rows = x.in_rows && !s.geometry && !x.rebuilt.defined() && flags_now() == s.log->flags;  // rows are computed under the current flags
-  const bool waits = !s.log->limit && x.storage_bytes >= waits_from * (is_on_device(x.made) ? 8 : 1);
-  if (!in_rows && !waits) return py::none();
+  if (!in_rows && !x.waits) return py::none();
   const auto node = torch::autograd::get_current_node();
   if (!node || (in_rows ? python().read_rows : python().may_wait).count(node->name()) == 0) return py::none();
   const Geometry& as = s.geometry ? *s.geometry : x.made;

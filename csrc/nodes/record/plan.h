@@ -193,7 +193,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
                                  x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 py::make_tuple(static_cast<int>(cause.why), cause.of == nullptr ? "" : *cause.of), inputs));
+                                 py::make_tuple(static_cast<int>(cause.why), cause.of == nullptr ? "" : *cause.of), inputs, x.in_rows, x.waits));
   }
   for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -61,6 +62,7 @@ struct Value {
   int number = 0;
   bool narrow = false;     // a plan keeps it, and would rather keep its source in a narrower dtype
   bool in_rows = false;    // its gradient can read it some rows at a time
+  bool waits = false;      // if it is dropped, nodes may get a stand-in for it
   bool pinned = false;     // a node has saved it as a leaf, so that an edit is an error in plain PyTorch too
   bool parameter = false;  // memory of a parameter, which exists without autograd too
   bool weight = false;     // memory of a leaf that requires a gradient
@@ -79,6 +81,11 @@ struct Value {
   // Gathered weights, which no logged call made, do not: their memory is freed and filled again.
   bool takes_memory() const { return !outlives && (call >= 0 || logged); }
 };
+
+// From so many bytes on, nodes may get a stand-in for what they do not read at once, on a device from eight times as many. It takes
+// the host 35 us, and the first one of a process 0.5 s and 40 MB, since torch then loads its distributed tensors. Tests set fewer.
+inline std::atomic<int64_t> waits_from = 1 << 23;
+
 enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one
 
 // A node may have saved a part of the memory, and a copy is as the value was made. Samples are of that, too.

@@ -48,7 +48,8 @@ def _set_up() -> None:
         NODES.set_operator(name, *does, row.instead, list(map(_source, row.sources)))
     NODES.set_varying(list(VARYING))
     NODES.set_capturing(_is_captured)
-    NODES.set_stand_ins(rows.fits, unbuilt.stand_in, unbuilt.READ_ROWS, unbuilt.MAY_WAIT)
+    read_rows, may_wait = list(unbuilt.READ_ROWS.values()), list(unbuilt.MAY_WAIT.values())
+    NODES.set_stand_ins(rows.fits, unbuilt.stand_in, read_rows, may_wait)
     NODES.set_recorded(unpack, local_of, spec_of, shared_as, check_equal)
 
 

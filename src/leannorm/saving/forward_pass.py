@@ -210,8 +210,8 @@ class ForwardPass:
             self._watch.timers.append(self._timer)
         if made is None:
             return None if self._watch is None else self._watch.left(self._nodes)
-        if self._place is not None and made.seen:
-            small.note(self._place, self._seen())
+        if self._place is not None and made.seen and small.note(self._place, self._seen()):
+            return None  # the next passes are left alone, so that none would follow a plan
         if self._watch is not None:
             self._watch.loop = None if following is None else self._watch.loop
         if following is None or not made.places:  # there is nothing to plan

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -46,7 +47,7 @@ class Pass(NamedTuple):
         """The pass if rebuilds take so many times the share of the step that its prices say. Its lines stay
         the same: only the step that they are compared with is longer or shorter."""
         lines = copy(self.lines)
-        lines.step = lines.step._replace(seconds=lines.step.seconds / times)
+        lines.step = replace(lines.step, seconds=lines.step.seconds / times)
         return self._replace(lines=lines, hooks=self.hooks / times)
 
     @property

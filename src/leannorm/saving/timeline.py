@@ -7,68 +7,22 @@ value's last reader, which comes first in the backward pass, to that of the call
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from leannorm.planning.lines import Lines
 from leannorm.planning.timeline import Moment, Step, of_stock
 from leannorm.planning.timeline import Value as Planned
-from leannorm.saving.operators import OPERATORS
+from leannorm.saving.gradients import Gradients
+from leannorm.saving.logged import WANTS, Call, Read, Value
 from leannorm.saving.rates import Rates
+from leannorm.saving.unbuilt import MAY_WAIT, READ_ROWS
 
-_SAME_GRADIENT = {"aten::add", "aten::add_", "aten::clone", "aten::cat", "aten::copy_"}
-"""Their arguments of the result's size get the incoming gradient itself; those of `cat` get parts of it."""
-_NO_GRADIENT = {"aten::sum"}  # whose gradient takes no memory: it is one number, expanded
-_WORKING = {"aten::pow": 2, "aten::native_batch_norm": 1}
-"""What the backward pass of a call allocates in addition to gradients, in multiples of its result's bytes."""
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
-WANTS, HAS_GRADIENT = 1, 2  # as `Gradient` in values.h
-
-
-class Read(NamedTuple):
-    """A tensor that a call reads: its bytes as read, whether it requires a gradient, and its argument."""
-
-    value: int
-    nbytes: int
-    wants: bool
-    at: int
-
-
-class Call(NamedTuple):
-    """One call of an operator. `operations` and `groups` are 0 unless it is a product or a convolution."""
-
-    name: str
-    operations: int
-    groups: int
-    grad_mode: bool
-    reads: list[Read]
-    outs: list[int]
-
-
-class Value(NamedTuple):
-    """One version of a memory. `storage`: the memory's bytes; `coded`: those that keeping it takes.
-    `gradient`: bits of values.h. `needed`: whether the backward pass reads it or rebuilds others from it.
-    `makes`: whether it is rebuilt, or could be if others were kept. `held`: whether this pass does not
-    rebuild it. `counts`: whether its bytes count as kept or rebuilt. `cause`: why it is kept."""
-
-    memory: int
-    call: int
-    storage: int
-    coded: int
-    nbytes: int
-    itemsize: int
-    is_floating: bool
-    gradient: int
-    needed: bool
-    makes: bool
-    held: bool
-    counts: bool
-    copied: bool
-    cause: tuple[int, str]
-    inputs: list[int]
 
 
 class Timeline:
@@ -202,7 +156,7 @@ class Timeline:
     def memory(self) -> list[int]:
         """Bytes alive at each moment: results of the forward pass, gradients, and what their kernels need."""
         change = [0] * (2 * self.forward + 1)
-        for size, first, last in [*self._outputs(), *_Gradients(self).spans()]:
+        for size, first, last in [*self._outputs(), *Gradients(self).spans()]:
             change[first] += size
             change[max(last, first) + 1] -= size
         return list(accumulate(change[:-1]))
@@ -225,6 +179,38 @@ class Timeline:
             if cast.makes and self._name(cast) == "aten::_to_copy" and value.inputs[0] not in saved:
                 narrow[value.inputs[0]] = i
         return narrow
+
+    @cached_property
+    def in_rows(self) -> set[int]:
+        """The log-softmaxes that the backward pass, if it makes them again, makes some rows at a time."""
+        whole = {i for value in self.values if value.makes for i in value.inputs}
+        whole |= {value for _, value, call in self.saves if self.calls[call].name not in READ_ROWS}
+        return {i for i, value in enumerate(self.values) if value.in_rows and value.makes and i not in whole}
+
+    @cached_property
+    def fused(self) -> set[int]:
+        """Casts that only such a log-softmax reads, and casts row by row."""
+        users = Counter([value for _, value, _ in self.saves])
+        users.update(i for value in self.values if value.makes for i in value.inputs)
+        sources = (i for one in self.in_rows for i in self.values[one].inputs)
+        return {i for i in sources if users[i] == 1 and self._name(self.values[i]) == "aten::_to_copy"}
+
+    @cached_property
+    def spares(self) -> dict[int, int]:
+        """By value, the bytes that its last reader needs less if the value is made again for it alone."""
+        last = dict[int, int]()
+        for _, value, call in self.saves:
+            last[value] = min(last.get(value, call), call)
+        waits = (i for i in last if self.values[i].waits and self._may_wait(self.calls[last[i]]))
+        spared = {i: self.values[i].nbytes for i in waits if i in self.wanted}
+        return spared | {i: self.values[i].nbytes for i in self.in_rows}
+
+    @staticmethod
+    def _may_wait(call: Call) -> bool:
+        """A gradient of another size, which is added up to that of a smaller factor, counts nowhere."""
+        return call.name in MAY_WAIT and (
+            call.name != "aten::mul" or len({r.nbytes for r in call.reads}) == 1
+        )
 
     def _name(self, value: Value) -> str:
         return self.calls[value.call].name if value.call >= 0 else ""
@@ -249,6 +235,8 @@ class Timeline:
             value, own = self.values[i], tuple(sorted(places[i]))
             by_place = () if i in instead else tuple(sorted(places[self.narrow.get(i, i)]))
             first = self.until[value.memory] + 1 if self.born[value.memory] >= 0 else 0
+            if i in self.narrow:  # the narrow copy is made at once
+                first = self.values[self.narrow[i]].call
             if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
                 held += value.storage if value.counts and before else 0
@@ -271,7 +259,17 @@ class Timeline:
                     nbytes = maker.reads[0].nbytes
                     beside.add(len(planned))
                 moves = -1 if i in self.narrow or i in instead else ready.get(i, -1)
-                made = Planned(nbytes, seconds, made_of, again=value.nbytes, ready=moves)
+                in_rows = i in self.in_rows
+                made = Planned(
+                    nbytes,
+                    seconds,
+                    made_of,
+                    again=0 if in_rows else value.nbytes,
+                    fused=i in self.fused,
+                    whole=not in_rows,
+                    spares=self.spares.get(i, 0),
+                    ready=moves,
+                )
             if made.nbytes == value.coded:
                 wider[len(planned)] = value.storage
             index[i] = len(planned)
@@ -279,7 +277,8 @@ class Timeline:
             behind.append(by_place)
         reads: dict[int, dict[int, None]] = defaultdict(dict)
         for _, value, call in self.saves:
-            if value in index:
+            reads_no_number = value in self.in_rows and self.calls[call].name != "aten::_log_softmax"
+            if value in index and not reads_no_number:
                 reads[self.mirrored(call)][index[value]] = None
         backward = [Moment(tuple(reads.get(moment, ()))) for moment in range(self.forward, 2 * self.forward)]
         stock = frozenset(range(len(planned))) - beside
@@ -287,7 +286,7 @@ class Timeline:
         times = self.seconds, held, taken, self._link
         step = Step(planned, self.forward, backward, self.memory, stock, *times)
         whole = [value._replace(nbytes=wider.get(i, value.nbytes)) for i, value in enumerate(planned)]
-        return Lines(step, of_stock(step._replace(values=whole))), tuple(behind)
+        return Lines(step, of_stock(replace(step, values=whole))), tuple(behind)
 
     def _in_order(self) -> list[int]:
         """All values that the backward pass needs, each after those that it is made of."""
@@ -302,66 +301,3 @@ class Timeline:
             left.pop()
             order[i] = None
         return list(order)
-
-
-class _Gradients:
-    """The gradients of a backward pass: for each its bytes, and its first and last moment."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
-        self.made: list[list[int]] = []
-        self.of: dict[int, list[int]] = {}  # by value, the gradient that has come in
-        self.later: dict[int, list[int]] = defaultdict(list)  # by moment: values with gradients in parts
-
-    def spans(self) -> list[list[int]]:
-        timeline = self.timeline
-        for number in range(len(timeline.calls) - 1, -1, -1):
-            self._run(timeline.calls[number], timeline.mirrored(number))
-            for value in self.later.pop(timeline.mirrored(number), ()):
-                self._give(value, timeline.values[value].nbytes, None, timeline.mirrored(number))
-        return self.made
-
-    def _new(self, size: int, moment: int) -> list[int]:
-        self.made.append([size, moment, moment])
-        return self.made[-1]
-
-    def _run(self, call: Call, moment: int) -> None:
-        timeline, gets = self.timeline, self.timeline.differentiated(call)
-        if not gets:
-            return
-        coming = next((self.of[out] for out in call.outs if out in self.of), None)
-        size = max(timeline.values[out].nbytes for out in call.outs)
-        self._new(self._working(call, gets, size), moment)
-        for read in gets:
-            whole = timeline.values[read.value].nbytes
-            same = call.name in _SAME_GRADIENT and (read.nbytes == size or call.name == "aten::cat")
-            gradient = coming if same else None
-            if gradient is None:
-                gradient = self._new(0 if call.name in _NO_GRADIENT else read.nbytes, moment)
-            if read.nbytes == whole:
-                self._give(read.value, whole, gradient, moment)
-            elif read.nbytes > whole:
-                self._give(read.value, whole, None, moment)
-            else:  # a part of the value's gradient, which stays until all parts are there
-                at = timeline.mirrored(timeline.read_first[read.value])
-                gradient[2] = max(gradient[2], at)
-                self.later[at] += [] if read.value in self.later[at] else [read.value]
-
-    def _working(self, call: Call, gets: list[Read], size: int) -> int:
-        row = OPERATORS.get(call.name)
-        if row is not None and row.formula == "convolution":
-            # on a CPU the gradients' kernels copy all that they read into their own layout
-            x, weight = (sum(read.nbytes for read in gets if read.at == at) for at in (0, 1))
-            return 0 if call.groups > 1 else max(weight, x + size)
-        return _WORKING.get(call.name, 0) * size
-
-    def _give(self, value: int, size: int, gradient: list[int] | None, moment: int) -> None:
-        """Note a value's gradient. A weight's stays, unless it is added to one; others stay until the
-        backward pass of the call that made the value."""
-        timeline, of = self.timeline, self.timeline.values[value]
-        if value in self.of or (of.call < 0 and of.gradient & HAS_GRADIENT):
-            return
-        if gradient is None:
-            gradient = self._new(size, moment)
-        self.of[value] = gradient
-        gradient[2] = max(gradient[2], timeline.mirrored(of.call))

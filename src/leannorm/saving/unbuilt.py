@@ -36,14 +36,21 @@ _OVERWRITE = {
 }
 """Operators of a gradient and a saved tensor that compute row by row, or element by element, and so may
 write their result over the saved tensor: by which overload, and the name of its argument."""
-READ_ROWS = ["LogSoftmaxBackward0", "NllLossBackward0"]
-"""The nodes that get a stand-in for a log-softmax: they read it by rows, or no value of it."""
-MAY_WAIT = [
-    *("MmBackward0", "BmmBackward0", "MulBackward0", "SoftmaxBackward0"),
-    *("GeluBackward0", "SiluBackward0", "SigmoidBackward0", "TanhBackward0"),
-]
-"""The nodes that get a stand-in for a large tensor. That of a linear layer with a bias (`AddmmBackward0`)
-makes the gradient of its input first: to rebuild the input after that would take more memory, not less."""
+READ_ROWS = {"aten::_log_softmax": "LogSoftmaxBackward0", "aten::nll_loss_forward": "NllLossBackward0"}
+"""The nodes that get a stand-in for a log-softmax, by operator: they read it by rows, or no value of it."""
+MAY_WAIT = {
+    "aten::mm": "MmBackward0",
+    "aten::bmm": "BmmBackward0",
+    "aten::mul": "MulBackward0",
+    "aten::_softmax": "SoftmaxBackward0",
+    "aten::gelu": "GeluBackward0",
+    "aten::silu": "SiluBackward0",
+    "aten::sigmoid": "SigmoidBackward0",
+    "aten::tanh": "TanhBackward0",
+}
+"""The nodes that get a stand-in for a large tensor, by operator: a gradient of its size takes its memory, or
+is made once it is freed. The node of a linear layer with a bias, `AddmmBackward0`, makes the gradient of its
+input first: to rebuild the input after that would take more memory, not less."""
 
 # Functions of torch that are not public: if one is missing, nodes get rebuilt tensors
 SUPPORTED = hasattr(torch._C, "_len_torch_dispatch_stack") and hasattr(

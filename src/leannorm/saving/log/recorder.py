@@ -21,8 +21,8 @@ from leannorm.saving.log.rules import RULES, Rule, rule_of
 from leannorm.saving.log.tensors import geometry_of, is_plain
 from leannorm.saving.log.values import DROPPED, Call, Read
 from leannorm.saving.log.watch import copy_before_write, copy_exposed
+from leannorm.saving.logged import WANTS
 from leannorm.saving.operators import VIEW
-from leannorm.saving.timeline import WANTS
 
 IN_LIST = 1 << 16  # `Value.out` of a tensor in a list of results
 COMPILED, OTHERS_HOOKS, FAILED = 1, 2, 16  # what a pass has met, as `Met` in log.h

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from leannorm.saving import timeline as told
+from leannorm.saving import logged as told
 from leannorm.saving.log.log import Alive, Log
 from leannorm.saving.log.price import groups_of, operations
 from leannorm.saving.log.values import COPIED, DROPPED, HELD, Value

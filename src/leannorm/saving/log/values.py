@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from leannorm.saving.flags import Flags
 from leannorm.saving.log.rules import Rule
 from leannorm.saving.log.tensors import FEW, MANY, Geometry, sample_of, shown
+from leannorm.saving.logged import HAS_GRADIENT, WANTS
 from leannorm.saving.reasons import NO_CAUSE, Cause, Why
-from leannorm.saving.timeline import HAS_GRADIENT, WANTS
 
 if TYPE_CHECKING:
     from leannorm.saving.log.log import Log
