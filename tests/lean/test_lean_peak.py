@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import leannorm
+from leannorm.autograd import nodes
 from leannorm.planning.goal import Goal
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean, make_lean
@@ -260,3 +261,25 @@ def test_a_pass_that_follows_no_plan_has_a_low_peak_where_nothing_narrows():
     first = measure_step(forward)
     assert first.held < 0.2 * stock.held
     assert first.peak < 0.5 * stock.peak
+
+
+@pytest.mark.skipif(nodes.NODES is None, reason="the log in Python does not know who else has what it keeps")
+@pytest.mark.parametrize("budget", [0.7, 0.4, 0.2])
+def test_a_plan_knows_how_long_the_program_has_what_the_first_pass_kept(budget):
+    """Of a long row of calls the first pass keeps some results, so it does not see them freed."""
+    x = torch.randn(1 << 16, requires_grad=True)
+
+    def forward(around, hidden):
+        with around:
+            y = x
+            for _ in range(60):
+                y = (y.sin() * 0.5).exp()
+                hidden.append(y)
+            return y.sum()
+
+    around = lean(budget=budget)
+    for _ in range(4):
+        x.grad = torch.zeros_like(x)
+        forward(around, []).backward()
+    measured = measure_step(lambda: forward(around, [])).peak
+    assert around.plan.chosen.point.peak == pytest.approx(measured, rel=0.01)

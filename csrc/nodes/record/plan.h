@@ -115,11 +115,17 @@ inline void note_save(Log& log, bool placed, int v, const Tensor& t) {
   const Follower* const by = log.following.back();
   log.saves.push_back({by, placed ? by->place : -1, v, log.open.empty() ? static_cast<int>(log.calls.size()) - 1 : log.open.back()});
 }
-// Notes which memory was freed before this call begins.
+// Whether saved objects keep the memory by tensors that others may have, too: that cannot be seen without Python.
+inline bool has_leaves(const Log& log, const Memory& memory) { return log.leaves.count(memory.current) > 0; }
+inline bool only_log_has(const Log& log, const Memory& memory) {
+  const Tensor& held = log.values[memory.current].held;
+  return held.defined() && held.use_count() == 1 && held.storage().use_count() == 1 && !has_leaves(log, memory);
+}
+// Notes which memory the program has freed before this call begins.
 inline void note_freed(Log& log, int call) {
   for (; log.known < log.memories.size(); ++log.known) log.living.push_back(static_cast<int>(log.known));
   std::erase_if(log.living, [&](int memory) {
-    const bool gone = log.memories[memory].storage.expired();
+    const bool gone = log.memories[memory].storage.expired() || only_log_has(log, log.memories[memory]);
     if (gone) log.memories[memory].died = call;
     return gone;
   });
@@ -198,7 +204,8 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
   for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
   std::vector<int> died;
-  for (const Memory& memory : log.memories) died.push_back(memory.died < 0 ? -1 : std::max(memory.died - start, 0));
+  for (const Memory& memory : log.memories)
+    died.push_back(memory.died >= 0 ? std::max(memory.died - start, 0) : has_leaves(log, memory) ? -2 : -1);
   return py::make_tuple(calls, values, saves, died, others);
 }
 

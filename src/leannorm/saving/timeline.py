@@ -22,6 +22,7 @@ from leannorm.saving.logged import WANTS, Call, Read, Value
 from leannorm.saving.rates import Rates
 from leannorm.saving.unbuilt import MAY_WAIT, READ_ROWS
 
+_UNKNOWN = -2
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
 
 
@@ -41,7 +42,9 @@ class Timeline:
         `seconds`: what each call took; none on a device that runs behind its host. `codes`: whether what is
         kept counts in the fewer bytes that it gets some time later. `link`: bytes per second to the host; 0
         if nothing is moved there."""
-        calls, values, self.saves, self._died, self._others = told  # the last: bytes that the log cannot read
+        # by memory, the first call without it in the program (-1: none, -2: not known); bytes that the log
+        # cannot read
+        calls, values, self.saves, self._died, self._others = told
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         whole = [Value(*value) for value in values]
         self.values = whole if codes else [value._replace(coded=value.storage) for value in whole]
@@ -66,14 +69,13 @@ class Timeline:
     @cached_property
     def until(self) -> dict[int, int]:
         """By memory, the last moment of the forward pass at which the program has it."""
-        held = {value.memory for value in self.values if value.needed and value.held}
         until = dict[int, int]()
         for i, value in enumerate(self.values):
             last = max(self.read_last.get(i, 0), value.call)
             until[value.memory] = max(until.get(value.memory, 0), last)
         for memory, last in until.items():
-            died = self._died[memory] if memory < len(self._died) else -1
-            if memory not in held:  # the pass keeps such memory longer than the program
+            died = self._died[memory]
+            if died != _UNKNOWN:
                 until[memory] = max(last, died - 1 if died >= 0 else self.forward - 1)
         return until
 

@@ -83,5 +83,8 @@ def timeline_of(log: Log, by: Alive, first: int, others: int) -> tuple[Any, ...]
         for one, place, v, call in log.saved
         if call >= start - 1
     ]
-    died = [-1 if memory.died < 0 else max(memory.died - start, 0) for memory in log.memories]
+    died = [max(memory.died - start, 0) if memory.died >= 0 else -1 for memory in log.memories]
+    for x in log.values:
+        if x.held is not None and died[x.memory] < 0:
+            died[x.memory] = -2
     return calls, values, saves, died, others
