@@ -264,3 +264,27 @@ def test_the_last_reader_spares_bytes_of_what_is_made_again_for_it_alone():
     assert outcome(step, frozenset()).alive == (12, 17, 17, 32, 9)
     assert outcome(step, frozenset({0})).alive == (4, 17, 17, 24, 9)
     assert outcome(step, frozenset({0, 1})).alive == (0, 13, 13, 28, 17)  # the second is made of it later
+
+
+def test_what_only_others_are_made_of_is_freed_once_these_are_there():
+    """Of a chain two values are in memory at once, unless a moment reads one of them itself."""
+    chain = [Value(8, 1 * MILLI, (i - 1,) if i else (), made=0, until=-1, again=8) for i in range(5)]
+    everything = frozenset(range(5))
+    for reads, alive in (((4,), 16), ((3, 4), 16), ((1, 4), 24), ((0, 1, 4), 32), ((0, 1, 2, 4), 40)):
+        moments = [Moment(()), Moment(reads), Moment(())]
+        step = Step(chain, 1, moments, [0, 3, 5, 3], everything, 10 * MILLI)
+        assert outcome(step, everything).alive == (0, 3, 5 + alive, 3), reads
+    later = Step(chain, 1, [Moment((4,)), Moment((1,))], [0, 0, 0], everything, 10 * MILLI)
+    assert outcome(later, everything).alive == (0, 24, 8)
+    assert outcome(later, everything - {1}).alive == (8, 24, 8)
+
+
+def test_what_each_reader_computes_needs_what_it_is_made_of_until_the_end():
+    first, second = (Value(8, 1 * MILLI, made=0, until=-1, again=8) for _ in range(2))
+    fused = Value(8, 1 * MILLI, (0, 1), made=0, until=-1, again=8, fused=True)
+    step = Step([first, second, fused], 1, [Moment((2,), whole=False)], [0, 0], frozenset(range(3)), MILLI)
+    assert outcome(step, frozenset(range(3))).alive == (0, 16)
+    more = [Value(8, 1 * MILLI, made_of, made=0, until=-1, again=8) for made_of in ((0,), ())]
+    moments = [Moment((2, 3, 4), whole=False)]
+    step = Step([first, second, fused, *more], 1, moments, [0, 0], frozenset(range(5)), MILLI)
+    assert outcome(step, frozenset(range(5))).alive == (0, 32)

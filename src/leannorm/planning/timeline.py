@@ -6,6 +6,7 @@ what the backward pass reads from the forward pass. Each is kept until its last 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -142,12 +143,14 @@ class Uses:
     """When the backward pass needs each value.
 
     `first` and `last` have the moments of its first and last use (`last` is -1 if there is none). `written`
-    says whether it is in memory between them.
+    says whether it is in memory between them. `ends` has the value that is the last one to be made of it
+    (-1 if none is), if no moment reads it after that: then it is freed before its last moment ends.
     """
 
     def __init__(self, step: Step, again: Collection[int]) -> None:
         first, last, whole = step.read
         self.first, self.last, self.written = list(first), list(last), list(whole)
+        self.ends = [-1] * len(first)
         for i in sorted(again, reverse=True):
             if self.last[i] >= 0:
                 self.lead_on(step.values[i], i)
@@ -159,6 +162,10 @@ class Uses:
         end = begin if self.written[i] else self.last[i]
         for source in value.made_of:
             self.first[source] = min(self.first[source], begin)
+            if end > self.last[source]:
+                self.ends[source] = i
+            if not self.written[i] and end >= self.last[source]:
+                self.ends[source] = -1
             self.last[source] = max(self.last[source], end)
             self.written[source] |= value.whole
 
@@ -168,12 +175,14 @@ def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Ou
     `moved` on the host, if they have time to leave.
 
     The backward pass makes a value at the first use of it, or of what is made of it, and has it in memory
-    until the last use. A value that each reader computes uses what it is made of at each reader.
+    until the last use. A value that each reader computes uses what it is made of at each reader. Of what one
+    moment makes, values of which only others are made are freed as soon as these are there.
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     _, read_last, _ = step.read
     change = list(step.change)
     kept, made_again, held, seconds, written = [], [], step.held, 0.0, 0
+    freed, there, most = (defaultdict[int, int](int) for _ in range(3))  # by moment, of what it makes
     moving = _moving(step, uses, again, moved)
     stays = dict(zip(moved, moving.stays(), strict=True))
     gone = frozenset(i for at, i in enumerate(moved) if moving.has_left(at))
@@ -187,6 +196,12 @@ def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Ou
             seconds += value.seconds
             start, size = uses.first[i], value.again if uses.written[i] else 0
             written += size
+            there[start] += size
+            most[start] = max(most[start], there[start])
+            for s in value.made_of:
+                if uses.ends[s] == i and uses.first[s] == start and uses.written[s] and s in again:
+                    there[start] -= step.values[s].again
+                    freed[start] += step.values[s].again
             if last == read_last[i]:
                 change[last] -= value.spares
                 change[last + 1] += value.spares
@@ -204,6 +219,9 @@ def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Ou
             change[back] += size
         change[start] += size
         change[max(last + 1, start)] -= size
+    for moment, size in freed.items():  # what is not there at the same time
+        change[moment] -= there[moment] + size - most[moment]
+        change[moment + 1] += there[moment] + size - most[moment]
     alive = tuple(map(sum, zip(accumulate(change[:-1]), step.beside, strict=True)))
     away = sum(step.values[i].nbytes or 0 for i in gone)
     seconds += moving.waited
