@@ -4,7 +4,8 @@ from itertools import combinations
 
 from hypothesis import strategies as st
 
-from leannorm.planning.timeline import Moment, Step, Value, outcome
+from leannorm.planning.outcome import outcome
+from leannorm.planning.timeline import Moment, Step, Value
 
 MILLI = 1e-3
 

@@ -7,8 +7,8 @@ from planning_steps import MILLI, layers_to_move
 
 from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
+from leannorm.planning.outcome import of_stock, outcome
 from leannorm.planning.plan import plan
-from leannorm.planning.timeline import of_stock, outcome
 
 
 def test_copies_that_are_as_fast_as_the_computation_cost_nothing():

@@ -15,8 +15,9 @@ import leannorm
 from leannorm.planning.cut import Cuts, price
 from leannorm.planning.goal import CONV, HALF, NORM, Goal, goal
 from leannorm.planning.lines import Lines
+from leannorm.planning.outcome import of_stock, outcome
 from leannorm.planning.plan import plan
-from leannorm.planning.timeline import Moment, Step, Value, of_stock, outcome
+from leannorm.planning.timeline import Moment, Step, Value
 
 examples = settings(max_examples=int(os.environ.get("LEANNORM_FUZZ", "100")), deadline=None, derandomize=True)
 
@@ -277,6 +278,25 @@ def test_what_only_others_are_made_of_is_freed_once_these_are_there():
     later = Step(chain, 1, [Moment((4,)), Moment((1,))], [0, 0, 0], everything, 10 * MILLI)
     assert outcome(later, everything).alive == (0, 24, 8)
     assert outcome(later, everything - {1}).alive == (8, 24, 8)
+
+
+@pytest.mark.parametrize(("made_of", "most"), [((1, 2), 12), ((2, 1), 21)])
+def test_what_a_value_is_made_of_is_made_in_order(made_of, most):
+    values = [
+        Value(n, MILLI, of, until=-1, again=n) for n, of in ((10, ()), (1, (0,)), (10, ()), (1, made_of))
+    ]
+    step = Step(values, 1, [Moment((3,))], [0, 0], frozenset(range(4)), 10 * MILLI)
+    assert outcome(step, frozenset(range(4))).alive == (0, most)
+
+
+def test_a_call_of_several_results_reads_until_it_has_made_one():
+    source, call, result = (Value(8, MILLI, until=-1, again=8), Value(None, MILLI, (0,), until=-1),
+                            Value(8, MILLI, (1,), until=-1, again=8))  # fmt: skip
+    last = Value(8, MILLI, (2,), until=-1, again=8)
+    step = Step([source, call, result, last], 1, [Moment((3,))], [0, 0], frozenset(range(4)), MILLI)
+    assert outcome(step, frozenset(range(4))).alive == (0, 16)
+    step = Step([source, call, result], 1, [Moment((2,))], [0, 0], frozenset(range(3)), MILLI)
+    assert outcome(step, frozenset(range(3))).alive == (0, 16)
 
 
 def test_what_each_reader_computes_needs_what_it_is_made_of_until_the_end():

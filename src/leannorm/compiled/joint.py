@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from leannorm.compiled import operators
-from leannorm.planning.timeline import Moment, Outcome, Step, Value, outcome
+from leannorm.planning.outcome import Outcome, outcome
+from leannorm.planning.timeline import Moment, Step, Value
 from leannorm.saving.rates import Rates
 
 MOST_READS = 4

@@ -11,8 +11,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from leannorm.planning.cut import Cuts
+from leannorm.planning.outcome import Outcome, Uses, of_stock, outcome
 from leannorm.planning.peaks import descents, lowered, under_peaks
-from leannorm.planning.timeline import Outcome, Step, Uses, of_stock, outcome
+from leannorm.planning.timeline import Step
 
 _PARTS = 128
 """A jump of the chain of cuts is divided into parts of at least the baseline's bytes divided by this."""

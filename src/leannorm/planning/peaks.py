@@ -7,7 +7,8 @@ from itertools import accumulate
 from math import exp
 
 from leannorm.planning.cut import Cuts, price
-from leannorm.planning.timeline import Outcome, Step, Uses, outcome
+from leannorm.planning.outcome import Outcome, Uses, outcome
+from leannorm.planning.timeline import Step
 
 _STARTS, _TRIALS = 4, 150
 """The number of points from which the peak is lowered by single changes, and of changes tried from each."""

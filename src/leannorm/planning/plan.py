@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
-from leannorm.planning.timeline import Outcome
+from leannorm.planning.outcome import Outcome
 
 _MARGIN = 0.99
 """A pass may keep slightly more than its plan: tensors of a few elements are not planned."""
@@ -65,8 +65,9 @@ def plan(lines: Lines, goal: Goal, beyond: bool = True) -> Plan:
             point = _within(lines, goal, _MARGIN * most)
         return Plan(point, stock, seconds, leanest.held, point.held <= most)
     if goal.overhead is not None:
-        most = stock.seconds + goal.overhead * seconds
-        line = [p for p in _freeing(line) if p is stock or p.seconds <= most]
+        line, most = _freeing(line), stock.seconds + goal.overhead * seconds
+        leanest = line[-1]
+        line = [p for p in line if p is stock or p.seconds <= most]
     rate = goal.worth * seconds / max(stock.held, 1) if goal.worth is not None else float("inf")
     return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, leanest.held, True)
 

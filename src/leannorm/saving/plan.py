@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 
 from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
+from leannorm.planning.outcome import Outcome
 from leannorm.planning.plan import Plan, by_overhead
 from leannorm.planning.plan import plan as point_for
-from leannorm.planning.timeline import Outcome
 from leannorm.saving.reasons import Cause
 
 Taken = list[tuple[str, float]]  # by call of an operator, its name and the seconds that it took

@@ -15,7 +15,8 @@ from itertools import accumulate
 from typing import Any
 
 from leannorm.planning.lines import Lines
-from leannorm.planning.timeline import Moment, Step, of_stock
+from leannorm.planning.outcome import of_stock
+from leannorm.planning.timeline import Moment, Step
 from leannorm.planning.timeline import Value as Planned
 from leannorm.saving.gradients import Gradients
 from leannorm.saving.logged import WANTS, Call, Read, Value

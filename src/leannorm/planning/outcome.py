@@ -1,0 +1,166 @@
+"""What a choice of values to make again leads to: bytes, seconds, and the bytes in use at every moment."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from leannorm.planning.moves import Away, Moving
+from leannorm.planning.timeline import Step, Value
+
+_READ = 1 << 30
+
+
+class Outcome(NamedTuple):
+    """What a choice leads to.
+
+    `kept` and `again` have the values that are needed, and kept or made again. `held` is the bytes kept,
+    `seconds` the price of all that is made again, and `written` the bytes of that in memory. `alive` has the
+    bytes in use at every moment. `moved` has the values of `kept` that wait on the host, and `away` is their
+    bytes, which are not in `held`; `seconds` includes the wait for their copies.
+    """
+
+    kept: frozenset[int]
+    again: frozenset[int]
+    held: int
+    seconds: float
+    written: int
+    alive: tuple[int, ...]
+    moved: frozenset[int] = frozenset()
+    away: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at one moment."""
+        return max(self.alive, default=0)
+
+
+class Uses:
+    """When the backward pass needs each value.
+
+    `first` and `last` have the moments of its first and last use (`last` is -1 if there is none). `written`
+    says whether it is in memory between them. `makes` counts the values that are made of it in its last
+    moment; it is `_READ` or more if something else reads it there.
+    """
+
+    def __init__(self, step: Step, again: Collection[int]) -> None:
+        first, last, whole = step.read
+        self.first, self.last, self.written = list(first), list(last), list(whole)
+        self.makes = [_READ if moment >= 0 else 0 for moment in last]
+        for i in sorted(again, reverse=True):
+            if self.last[i] >= 0:
+                self.lead_on(step.values[i], i)
+
+    def lead_on(self, value: Value, i: int) -> None:
+        """Note that what a value is made of is needed when it is made, or whenever readers compute it."""
+        self.written[i] |= not value.fused
+        begin = self.first[i]
+        end = begin if self.written[i] else self.last[i]
+        for source in value.made_of:
+            self.first[source] = min(self.first[source], begin)
+            if end > self.last[source]:
+                self.last[source], self.makes[source] = end, 0
+            if end == self.last[source]:
+                self.makes[source] += 1 if self.written[i] else _READ
+            self.written[source] |= value.whole
+
+    def is_passing(self, i: int) -> bool:
+        """Whether the value, if it is made again, is made for others of the same moment alone."""
+        return self.first[i] == self.last[i] and 0 < self.makes[i] < _READ and self.written[i]
+
+
+def _freed_within(step: Step, uses: Uses, again: Collection[int]) -> dict[int, int]:
+    """For the moments that make values for others alone, by how many bytes all that they make exceeds what is
+    in memory at once: each reader makes what it reads in turn, and frees what nothing else is made of."""
+    freed = dict[int, int]()
+    for moment in {uses.first[i] for i in again if uses.is_passing(i)}:
+        made, left = set[int](), dict[int, int]()
+        whole = most = there = gone = 0
+        stack = [*step.backward[moment - step.forward].reads][::-1]
+        while stack:
+            i = stack[-1]
+            if i in made or i not in again or uses.first[i] != moment:
+                stack.pop()
+                continue
+            sources = [s for s in step.values[i].made_of if s in again and uses.first[s] == moment]
+            missing = [s for s in sources if s not in made]
+            if missing:
+                stack += missing[::-1]
+                continue
+            made.add(stack.pop())
+            size = step.values[i].again if uses.written[i] else 0
+            whole, there = whole + size, there + size
+            most = max(most, there)
+            for s in sources:
+                left[s] = left.get(s, uses.makes[s]) - 1
+                gone += step.values[s].again if left[s] == 0 and uses.is_passing(s) else 0
+            if size:  # a call of several results is a value of no size, and has its sources until the first
+                there, gone = there - gone, 0
+        freed[moment] = whole - most
+    return freed
+
+
+def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Outcome:
+    """What happens if these values are made again where they are needed, and all others are kept; of those,
+    `moved` on the host, if they have time to leave.
+
+    The backward pass makes a value at the first use of it, or of what is made of it, and has it in memory
+    until the last use. A value that each reader computes uses what it is made of at each reader. Of what one
+    moment makes, values of which only others are made are freed as soon as these are there.
+    """
+    uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
+    _, read_last, _ = step.read
+    change = list(step.change)
+    kept, made_again, held, seconds, written = [], [], step.held, 0.0, 0
+    moving = _moving(step, uses, again, moved)
+    stays = dict(zip(moved, moving.stays(), strict=True))
+    gone = frozenset(i for at, i in enumerate(moved) if moving.has_left(at))
+    for i, last in enumerate(uses.last):
+        if last < 0:
+            continue
+        value = step.values[i]
+        if i in again:
+            assert value.seconds is not None, f"value {i} cannot be made again"
+            made_again.append(i)
+            seconds += value.seconds
+            start, size = uses.first[i], value.again if uses.written[i] else 0
+            written += size
+            if last == read_last[i]:
+                change[last] -= value.spares
+                change[last + 1] += value.spares
+        else:
+            assert value.nbytes is not None, f"value {i} cannot be kept"
+            kept.append(i)
+            held += 0 if i in gone else value.nbytes
+            start, size = max(value.made, value.until + 1), value.nbytes
+        if size and writes[last - step.forward] == size:  # the result overwrites it
+            writes[last - step.forward] = 0
+            last -= 1
+        if i in gone:
+            left, back = max(stays[i].left + 1, start), max(stays[i].back, start)
+            change[min(left, back)] -= size
+            change[back] += size
+        change[start] += size
+        change[max(last + 1, start)] -= size
+    for moment, size in _freed_within(step, uses, again).items():
+        change[moment] -= size
+        change[moment + 1] += size
+    alive = tuple(map(sum, zip(accumulate(change[:-1]), step.beside, strict=True)))
+    away = sum(step.values[i].nbytes or 0 for i in gone)
+    seconds += moving.waited
+    return Outcome(frozenset(kept), frozenset(made_again), held, seconds, written, alive, gone, away)
+
+
+def _moving(step: Step, uses: Uses, again: Collection[int], moved: Sequence[int]) -> Moving:
+    values = [Away(step.values[i].nbytes or 0, step.values[i].ready, uses.first[i]) for i in moved]
+    taken = list(step.taken) if moved else []
+    for i in again if moved else ():  # copies are hidden behind what is made again, too
+        if uses.last[i] >= 0:
+            taken[uses.first[i]] += step.values[i].seconds or 0.0
+    return Moving(taken, step.forward if moved else 0, step.link, values)
+
+
+def of_stock(step: Step) -> Outcome:
+    """What happens without a plan."""
+    return outcome(step, frozenset(range(len(step.values))) - step.stock)
