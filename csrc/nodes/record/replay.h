@@ -123,6 +123,8 @@ template <class Visit> void for_inputs(const Log& log, const Call& call, const V
   for (const int out : results_read(call)) visit(result_of(log, call, out));
 }
 
+inline bool is_of_torch_or_ours(const Call& call) { return call.rule->ours || call.rule->name.rfind("aten::", 0) == 0; }
+
 class Replay {
  public:
   // `scratch`: where a trial puts what it makes, so that nothing is kept.
@@ -145,6 +147,8 @@ class Replay {
     run(x.call);
     return scratch_ ? (*scratch_)[v] : log_.values[v].rebuilt;
   }
+  // A trial of the value: its call is made again, although the value is there.
+  Tensor again(int v) { return run(log_.values[v].call), (*scratch_)[v]; }
   // What the user's hooks return for the value, in its layout.
   Tensor brought(int v) {
     const auto elsewhere = log_.values[v].elsewhere;
@@ -197,14 +201,25 @@ class Replay {
     return x.rebuilt = t;
   }
 
+  // What a call reads. A trial takes the memory that the pass has made, if that is still there, so that it needs little more.
+  // An operator of the program might write into it unseen.
+  Tensor read(int number, int v) {
+    const Value& x = log_.values[v];
+    const bool may_be_own = scratch_ && (!x.held.defined() || x.code) && is_of_torch_or_ours(log_.calls[number]);
+    auto storage = may_be_own ? log_.at_hand(v) : decltype(log_.at_hand(v))();
+    if (!storage) return value(v);
+    const Tensor t = over(c10::Storage(std::move(storage)), x.made);
+    return share(t, x.made, x.on), t;
+  }
+
   void run(int number) {
     std::vector<Tensor> read;
     for (const Read& one : log_.calls[number].reads) {
-      if (is_read(log_, log_.calls[number], one)) read.push_back(shown(value(one.value), log_.geometry_of(one)));
+      if (is_read(log_, log_.calls[number], one)) read.push_back(shown(this->read(number, one.value), log_.geometry_of(one)));
       else read.emplace_back();
     }
     std::map<int, Tensor> results;
-    for (const int out : results_read(log_.calls[number])) results[out] = value(result_of(log_, log_.calls[number], out));
+    for (const int out : results_read(log_.calls[number])) results[out] = this->read(number, result_of(log_, log_.calls[number], out));
     const Call& call = log_.calls[number];
     {
       const UnderFlags flags(log_, call);

@@ -34,7 +34,8 @@ inline bool has_varied_inputs(const Log& log, const Call& call, const std::map<i
     const Value& x = log.values[in];
     if (several || 2 * x.made.numel() < most) return;
     const auto made = scratch.find(in);
-    const Tensor& t = x.held.defined() || made == scratch.end() ? x.held : made->second;
+    Tensor t = x.held.defined() || made == scratch.end() ? x.held : made->second;
+    if (auto storage = t.defined() ? c10::intrusive_ptr<c10::StorageImpl>() : log.at_hand(in)) t = over(c10::Storage(std::move(storage)), x.made);
     several = has_several_values(t) && has_normal_numbers(t);
   });
   return several;
@@ -46,28 +47,37 @@ inline bool hides_bits(const Geometry& from, const Geometry& to) {
   const bool narrows = is_real(from) && (!is_real(to) || c10::elementSize(to.dtype) < c10::elementSize(from.dtype));
   return narrows || 2 * to.numel() < from.numel();
 }
-// Calls of kinds that are not trusted yet, whose bits those of the value `by` would show.
+// A value that is still there, and the calls of kinds that are not trusted yet from which its trial makes it. `is_hidden`:
+// whether other bits of this call's result may give the same bits of the value.
 struct Untried {
+  struct One {
+    int call;
+    bool is_hidden;
+  };
   int by;
-  c10::SmallVector<int, 4> calls;
+  std::vector<One> calls;
 };
 // Whether a second call may well have other bits: a faster formula, or an operator of the program. These are only trusted if
 // their own bits were compared.
-inline bool may_differ(const Call& call) { return call.by_result || !(call.rule->ours || call.rule->name.rfind("aten::", 0) == 0); }
-// What a trial of a value tries. What hides bits begins another part, with what it reads.
+inline bool may_differ(const Call& call) { return call.by_result || !is_of_torch_or_ours(call); }
+// What a trial of a value tries: that value, and those that it is made of, as far as they are still there.
 inline std::vector<Untried> untried_of(Log& log, int v) {
   std::vector<Untried> made;
-  c10::SmallVector<int, 16> shown{v}, left;
+  c10::SmallVector<int, 16> there{v};
+  c10::SmallVector<std::pair<int, bool>, 16> left;
   ++log.stamp;
-  for (size_t i = 0; i < shown.size(); ++i) {
-    Untried part{shown[i], {}};
-    for (left.push_back(part.by); !left.empty();) {
-      const int one = left.pop_back_val();
+  for (size_t i = 0; i < there.size(); ++i) {
+    Untried part{there[i], {}};
+    for (left.push_back({part.by, false}); !left.empty();) {
+      const auto [one, is_hidden] = left.pop_back_val();
       Value& x = log.values[one];
       if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
       Call& call = log.calls[x.call];
-      if (!call.rule->moves && !trust().is_enough(kind_of(log, call))) part.calls.push_back(x.call);
-      for_inputs(log, call, [&](int in) { (hides_bits(log.values[in].made, x.made) ? shown : left).push_back(in); });
+      if (!call.rule->moves && !trust().is_enough(kind_of(log, call))) part.calls.push_back({x.call, is_hidden});
+      for_inputs(log, call, [&](int in) {
+        if (log.at_hand(in)) there.push_back(in);
+        else left.push_back({in, is_hidden || hides_bits(log.values[in].made, x.made)});
+      });
     }
     if (!part.calls.empty()) made.push_back(std::move(part));
   }
@@ -82,10 +92,10 @@ inline Bits compared(const Tensor& again, const Tensor& before) {
   return before.is_floating_point() && before.isnan().any().item<bool>() ? Bits::kNotKnown : Bits::kOther;
 }
 // Refuses the call that made a value with other bits if it is untried, otherwise all untried ones, since any may be wrong.
-inline void refuse(Log& log, int last, const c10::SmallVectorImpl<int>& untried) {
-  const bool is_last = std::find(untried.begin(), untried.end(), last) != untried.end();
-  for (const int one : untried)
-    if (one == last || !is_last) trust().refuse(kind_of(log, log.calls[one]));
+inline void refuse(Log& log, int last, const Untried& part) {
+  const bool is_last = std::any_of(part.calls.begin(), part.calls.end(), [last](const auto& one) { return one.call == last; });
+  for (const auto& one : part.calls)
+    if (one.call == last || !is_last) trust().refuse(kind_of(log, log.calls[one.call]));
 }
 
 // Makes calls of kinds that are not trusted once more right away, and compares the bits. On a device the host waits for that,
@@ -93,36 +103,31 @@ inline void refuse(Log& log, int last, const c10::SmallVectorImpl<int>& untried)
 inline Why has_other_bits(Log& log, int v) {
   const std::vector<Untried> parts = untried_of(log, v);
   if (parts.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
-  c10::SmallVector<int, 8> untried;
-  for (const Untried& part : parts) untried.append(part.calls.begin(), part.calls.end());
   const bool on_device = is_on_device(log.values[v].made);
   if (on_device) {
-    const auto is_vain = [&log](int call) { return trust().is_vain(kind_of(log, log.calls[call])); };
-    if (std::any_of(untried.begin(), untried.end(), is_vain) || is_captured(log.values[v].held)) return Why::kUntried;
+    if (is_captured(log.values[v].held)) return Why::kUntried;
+    for (const Untried& part : parts)
+      for (const auto& one : part.calls)
+        if (trust().is_vain(kind_of(log, log.calls[one.call]))) return Why::kUntried;
   }
-  const Tensor was = std::exchange(log.values[v].held, {});
-  Bits found = Bits::kOther;
-  std::map<int, Tensor> scratch;
-  try {
-    found = compared(Replay(log, &scratch).value(v), shown(was, log.values[v].made));
-  } catch (const std::exception&) {  // the operator raised an error when it was called again: its result is kept
-  }
-  log.values[v].held = was;
-  if (on_device)
-    for (const int call : untried) trust().looked(kind_of(log, log.calls[call]));
-  if (found == Bits::kOther) refuse(log, log.values[v].call, untried);
-  if (found != Bits::kSame) return Why::kOtherBits;
   Why why = Why::kNone;
   for (const Untried& part : parts) {
-    const auto storage = part.by == v || scratch.count(part.by) == 0 ? nullptr : log.at_hand(part.by);
-    const bool is_seen = part.by == v || storage;  // otherwise its calls are known by what `v` shows of them
-    const Tensor before = storage ? over(c10::Storage(storage), log.values[part.by].made) : was;
-    const Bits of_part = storage ? compared(scratch[part.by], before) : Bits::kSame;
-    if (of_part == Bits::kOther) refuse(log, log.values[part.by].call, part.calls), why = Why::kOtherBits;
-    if (of_part != Bits::kSame || !has_several_values(before)) continue;
-    for (const int one : part.calls) {
-      Call& call = log.calls[one];
-      if ((is_seen || !may_differ(call)) && has_varied_inputs(log, call, scratch)) trust().confirm(kind_of(log, call));
+    const Geometry& made = log.values[part.by].made;
+    const Tensor before = part.by == v ? shown(log.values[v].held, made) : over(c10::Storage(log.at_hand(part.by)), made);
+    Bits found = Bits::kOther;
+    std::map<int, Tensor> scratch;
+    try {
+      found = compared(Replay(log, &scratch).again(part.by), before);
+    } catch (const std::exception&) {  // the operator raised an error when it was called again: its result is kept
+    }
+    for (const auto& one : part.calls)
+      if (on_device) trust().looked(kind_of(log, log.calls[one.call]));
+    if (found == Bits::kOther) refuse(log, log.values[part.by].call, part);
+    if (found != Bits::kSame) why = Why::kOtherBits;
+    if (found != Bits::kSame || !has_several_values(before)) continue;
+    for (const auto& [number, is_hidden] : part.calls) {
+      Call& call = log.calls[number];
+      if ((!is_hidden || !may_differ(call)) && has_varied_inputs(log, call, scratch)) trust().confirm(kind_of(log, call));
     }
   }
   return why;

@@ -16,6 +16,7 @@ from leannorm.saving.log.tensors import (
     empty_as,
     geometry_of,
     matches,
+    over,
     share,
     shown,
     stream_of,
@@ -23,6 +24,11 @@ from leannorm.saving.log.tensors import (
 from leannorm.saving.log.values import DROPPED, Call, Value
 
 _aten = torch.ops.aten
+
+
+def is_of_program(call: Call) -> bool:
+    """Whether the operator is neither torch's nor leannorm's."""
+    return call.rule.op.namespace not in ("aten", "leannorm")
 
 
 class Replay:
@@ -42,7 +48,7 @@ class Replay:
                 order.append(~v)
             elif v not in seen:
                 seen.add(v)
-                there = self.available(v)
+                there = None if self.is_trial and v == top else self.available(v)
                 if there is not None:
                     self.made[v] = there
                     continue
@@ -70,8 +76,11 @@ class Replay:
         if x.rebuilt is not None:
             share(x.rebuilt, x.rebuilt_on)
             return x.rebuilt
-        if x.elsewhere is None:
-            return None
+        if (
+            x.elsewhere is None
+        ):  # a trial takes the memory that the pass has made, so that it needs little more
+            storage = self.log.at_hand(v) if self.is_trial else None
+            return None if storage is None else over(storage, x.made)
         brought: Tensor = x.elsewhere.bring(x)
         if not self.is_trial:
             x.rebuilt, x.rebuilt_on = brought, stream_of(x.made.device)
@@ -98,10 +107,17 @@ class Replay:
 
     # ------------------------------------------------------------ calls
 
+    def _given(self, call: Call, v: int) -> Tensor:
+        """What the call reads. An operator of the program might write into it unseen, so a trial copies what
+        the program may have."""
+        x = self.log.values[v]
+        is_copied = self.is_trial and x.held is None and is_of_program(call)
+        return copy_of(self.made[v], x.made) if is_copied else self.made[v]
+
     def _run(self, call: Call) -> None:
         log = self.log
         read = [
-            shown(self.made[one.value], log.shape_of(one)) if log.is_read(call, i) else None
+            shown(self._given(call, one.value), log.shape_of(one)) if log.is_read(call, i) else None
             for i, one in enumerate(call.reads)
         ]
         busy, log.busy = log.busy, True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from leannorm.ops import modes
 from leannorm.saving.evidence import same_bits
 from leannorm.saving.log.log import Log
-from leannorm.saving.log.replay import Replay
+from leannorm.saving.log.replay import Replay, is_of_program
 from leannorm.saving.log.tensors import Geometry, below, is_dense, is_of_several, over, sample_of, shown
 from leannorm.saving.log.values import Call
 from leannorm.saving.reasons import Why
@@ -71,28 +73,38 @@ def _hides_bits(source: Geometry, made: Geometry) -> bool:
 def _may_differ(call: Call) -> bool:
     """Whether a second call may well have other bits: a faster formula, or an operator of the program. These
     are only trusted if their own bits were compared."""
-    return call.by_result or call.rule.op.namespace not in ("aten", "leannorm")
+    return call.by_result or is_of_program(call)
 
 
-def _untried(log: Log, v: int) -> Iterator[tuple[int, list[Call]]]:
-    """Calls of kinds that are not trusted yet, after the value whose bits would show theirs. What hides bits
-    begins another part, with what it reads."""
-    shown_by, seen = [v], set[int]()
-    for by in shown_by:  # which grows
-        left, calls = [by], list[Call]()
+class _Untried(NamedTuple):
+    """A value that is still there, and the calls of kinds that are not trusted yet from which its trial makes
+    it; for each, whether other bits of its result may give the same bits of the value."""
+
+    by: int
+    calls: list[tuple[Call, bool]]
+
+
+def _untried(log: Log, v: int) -> Iterator[_Untried]:
+    """What a trial of a value tries: that value, and those that it is made of, if they are still there."""
+    there, seen = [v], set[int]()
+    for by in there:  # which grows
+        left, part = [(by, False)], _Untried(by, [])
         while left:
-            one = left.pop()
+            one, is_hidden = left.pop()
             x = log.values[one]
             if one in seen or (one != v and x.held is not None):
                 continue
             seen.add(one)
             call = log.calls[x.call]
             if not call.rule.moves and _TRIED[_kind_of(log, call)] < _ENOUGH:
-                calls.append(call)
+                part.calls.append((call, is_hidden))
             for i in log.inputs_of(call):
-                (shown_by if _hides_bits(log.values[i].made, x.made) else left).append(i)
-        if calls:
-            yield by, calls
+                if log.at_hand(i) is not None:
+                    there.append(i)
+                else:
+                    left.append((i, is_hidden or _hides_bits(log.values[i].made, x.made)))
+        if part.calls:
+            yield part
 
 
 def _same(again: Tensor, before: Tensor) -> bool | None:
@@ -109,44 +121,31 @@ def has_other_bits(log: Log, v: int) -> Why:
     On a device the host waits for that: not while a graph is captured, nor forever where values tell nothing.
     """
     x, parts = log.values[v], list(_untried(log, v))
-    untried = [call for _, calls in parts for call in calls]
+    untried = [call for part in parts for call, _ in part.calls]
     if not untried:
         return Why.NONE
-    on_device = x.made.device.type != "cpu"
-    if on_device:
-        assert x.held is not None
+    assert x.held is not None
+    if x.made.device.type != "cpu":
         if modes.capturing(x.held) or any(_is_vain(_kind_of(log, call)) for call in untried):
             return Why.UNTRIED
-    was, x.held = x.held, None
-    same: bool | None = False
-    replay = Replay(log, is_trial=True)
-    assert was is not None
-    try:
-        same = _same(replay.value(v), shown(was, x.made))
-    except Exception:  # the operator cannot be called again, so its result is kept
-        pass
-    finally:
-        x.held = was
-    for call in untried if on_device else ():
-        _LOOKS[_kind_of(log, call)] += 1
-    if same is False:
-        _refuse(log, log.calls[x.call], untried)
-    if not same:
-        return Why.OTHER_BITS
+        _LOOKS.update(_kind_of(log, call) for call in untried)
     why = Why.NONE
     for by, calls in parts:
-        storage = log.at_hand(by) if by != v and by in replay.made else None
-        memory = was if storage is None else over(storage, log.values[by].made)
-        of_part = storage is None or _same(replay.made[by], memory)
-        if of_part is False:
-            _refuse(log, log.calls[log.values[by].call], calls)
+        made = log.values[by].made
+        storage = None if by == v else log.at_hand(by)
+        before = shown(x.held, made) if storage is None else over(storage, made)
+        same: bool | None = False
+        replay = Replay(log, is_trial=True)
+        with suppress(Exception):  # if the operator cannot be called again, its result is kept
+            same = _same(replay.value(by), before)
+        if same is False:
+            _refuse(log, log.calls[log.values[by].call], [call for call, _ in calls])
+        if not same:
             why = Why.OTHER_BITS
-        if not of_part or not _has_several_values(memory):
-            continue
-        is_seen = by == v or storage is not None  # otherwise its calls are known by what `v` shows of them
-        for call in calls:
-            if (is_seen or not _may_differ(call)) and _has_varied_inputs(log, call, replay):
-                _change(log, call, 1)
+        elif _has_several_values(before):
+            for call, is_hidden in calls:
+                if not (is_hidden and _may_differ(call)) and _has_varied_inputs(log, call, replay):
+                    _change(log, call, 1)
     return why
 
 
