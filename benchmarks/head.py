@@ -1,7 +1,7 @@
 """Language models whose logits do not exist: `lean(head=True)` beside plain torch.
 
     python -m benchmarks.head alone [--tokens 2048] [--dtype bfloat16] [--json FILE]
-    python -m benchmarks.head models [--json FILE]
+    python -m benchmarks.head models [--tokens 256] [--json FILE]
     python -m benchmarks.head families [FAMILY ...] [--json FILE]
 
 `alone`: a head of Qwen3's size (2,048 to 151,936) and its cross entropy, beside `lean("conv")` and torch's
@@ -45,7 +45,7 @@ def _measured(
     """Peak and time of a step of each, of the first's. `zeros`: gradients exist before it, to be added to."""
     rows: list[Row] = []
     for name, loss in sides.items():
-        for _ in range(1 if turns else name != "plain"):
+        for _ in range(2 if turns else name != "plain"):  # a rebuild is tried in two passes
             _clear(parameters, False)
             loss().backward()
         _clear(parameters, zeros)
@@ -102,11 +102,11 @@ def alone(names: list[str], tokens: int, dtype: str, turns: int, vocabulary: int
         yield {"what": "alone", "tokens": tokens, "vocabulary": vocabulary, "dtype": dtype, **row}
 
 
-def models(names: Iterable[str], dtype: str, turns: int) -> Iterator[Row]:
-    """Whole small models, with the labels given to them."""
+def models(names: Iterable[str], tokens: int, dtype: str, turns: int) -> Iterator[Row]:
+    """Whole small models, with the labels given to them, on two sequences of so many tokens."""
     for name in names:
         torch.manual_seed(0)
-        model, inputs, blocks = MODELS[name](LARGE)
+        model, inputs, blocks = MODELS[name](LARGE._replace(tokens=(2, tokens)))
         model.to(getattr(torch, dtype)).train()
 
         def loss(context: Callable[[], Any], model: nn.Module = model, inputs: Any = inputs) -> Tensor:
@@ -121,7 +121,7 @@ def models(names: Iterable[str], dtype: str, turns: int) -> Iterator[Row]:
             "checkpoint, every block": partial(loss, partial(checkpointed, blocks, 1)),
         }
         for row in _measured(sides, [*model.parameters()], turns, zeros=True):
-            yield {"what": "models", "model": name, "dtype": dtype, **row}
+            yield {"what": "models", "model": name, "tokens": 2 * tokens, "dtype": dtype, **row}
 
 
 class _Wide(TorchFunctionMode):
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="settings, models or families; all, if none is named"
     )
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, help="2,048 alone, 256 in each sequence of a model")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--turns", type=int, default=3)
@@ -203,9 +203,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     import_torchvision()
     if options.what == "alone":
-        found = alone(options.names, options.tokens, options.dtype, options.turns, options.vocabulary)
+        tokens = options.tokens or 2048
+        found = alone(options.names, tokens, options.dtype, options.turns, options.vocabulary)
     elif options.what == "models":
-        found = models(options.names or ["llama", "qwen3", "gemma2"], options.dtype, options.turns)
+        names = options.names or ["llama", "qwen3", "gemma2"]
+        found = models(names, options.tokens or 256, options.dtype, options.turns)
     else:
         found = families(options.names or FAMILIES)
     held.tell(options, found, "what", "family", "model", "tokens", "vocabulary", "dtype", "setting")

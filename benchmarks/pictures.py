@@ -34,7 +34,9 @@ COMPILED = {"resnet18": "ResNet-18", "vit_tiny": "ViT-tiny, 6 layers", "llama fl
 TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLMo-2", "vit_base": "ViT-B",
           "dit": "DiT", "unet": "UNet", "resnet50": "ResNet-50",
           "vit_small_patch16_224": "ViT-S", "resnet18": "ResNet-18", "efficientnet_b0": "EfficientNet-B0",
-          "convnext_tiny": "ConvNeXt-T"}  # fmt: skip
+          "convnext_tiny": "ConvNeXt-T", "mobilenetv3_large_100": "MobileNetV3-L",
+          "regnety_008": "RegNetY-8", "poolformer_s12": "PoolFormer-S12",
+          "densenet121": "DenseNet-121"}  # fmt: skip
 FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
          ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
 
