@@ -118,8 +118,10 @@ inline void note_save(Log& log, bool placed, int v, const Tensor& t) {
 // Whether saved objects keep the memory by tensors that others may have, too: that cannot be seen without Python.
 inline bool has_leaves(const Log& log, const Memory& memory) { return log.leaves.count(memory.current) > 0; }
 inline bool only_log_has(const Log& log, const Memory& memory) {
-  const Tensor& held = log.values[memory.current].held;
-  return held.defined() && held.use_count() == 1 && held.storage().use_count() == 1 && !has_leaves(log, memory);
+  const Value& x = log.values[memory.current];
+  const size_t owners = x.made.fake ? 2 : 1;  // a fake tensor and its storage always have a Python object
+  if (!x.held.defined() || x.copied || has_leaves(log, memory)) return false;
+  return x.held.use_count() == owners && x.held.storage().use_count() == owners;
 }
 // Notes which memory the program has freed before this call begins.
 inline void note_freed(Log& log, int call) {

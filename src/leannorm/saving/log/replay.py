@@ -76,9 +76,8 @@ class Replay:
         if x.rebuilt is not None:
             share(x.rebuilt, x.rebuilt_on)
             return x.rebuilt
-        if (
-            x.elsewhere is None
-        ):  # a trial takes the memory that the pass has made, so that it needs little more
+        if x.elsewhere is None:
+            # A trial takes the memory that the pass has made, so that it needs little more
             storage = self.log.at_hand(v) if self.is_trial else None
             return None if storage is None else over(storage, x.made)
         brought: Tensor = x.elsewhere.bring(x)
