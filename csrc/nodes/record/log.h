@@ -290,6 +290,11 @@ struct Log {
     auto storage = memories[x.memory].storage.lock();
     return storage && static_cast<int64_t>(storage->nbytes()) >= x.made.extent() ? storage : decltype(storage)();
   }
+  // The same as a tensor; undefined if it was freed or written.
+  Tensor tensor_at_hand(int v) const {
+    auto storage = at_hand(v);
+    return storage ? over(c10::Storage(std::move(storage)), values[v].made) : Tensor();
+  }
   const Geometry& geometry_of(const Read& read) const { return read.geometry < 0 ? values[read.value].made : geometries[read.geometry]; }
 
   // Whether the kept memory is allocated. That of gathered weights is freed between uses.

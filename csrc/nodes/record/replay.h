@@ -202,14 +202,13 @@ class Replay {
   }
 
   // What a call reads. A trial takes the memory that the pass has made, if that is still there, so that it needs little more.
-  // An operator of the program might write into it unseen.
+  // An operator of the program might write into it unseen, and gets copies.
   Tensor read(int number, int v) {
     const Value& x = log_.values[v];
-    const bool may_be_own = scratch_ && (!x.held.defined() || x.code) && is_of_torch_or_ours(log_.calls[number]);
-    auto storage = may_be_own ? log_.at_hand(v) : decltype(log_.at_hand(v))();
-    if (!storage) return value(v);
-    const Tensor t = over(c10::Storage(std::move(storage)), x.made);
-    return share(t, x.made, x.on), t;
+    Tensor t = scratch_ && (!x.held.defined() || x.code) ? log_.tensor_at_hand(v) : Tensor();
+    if (t.defined()) share(t, x.made, x.on);
+    else t = value(v);
+    return scratch_ && !is_of_torch_or_ours(log_.calls[number]) ? copy_of(t, log_.values[v].made) : t;
   }
 
   void run(int number) {

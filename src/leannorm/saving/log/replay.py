@@ -107,11 +107,10 @@ class Replay:
     # ------------------------------------------------------------ calls
 
     def _given(self, call: Call, v: int) -> Tensor:
-        """What the call reads. An operator of the program might write into it unseen, so a trial copies what
-        the program may have."""
-        x = self.log.values[v]
-        is_copied = self.is_trial and x.held is None and is_of_program(call)
-        return copy_of(self.made[v], x.made) if is_copied else self.made[v]
+        """What the call reads. In a trial an operator of the program gets copies, as it might write into what
+        the program has unseen."""
+        made, is_copied = self.made[v], self.is_trial and is_of_program(call)
+        return copy_of(made, self.log.values[v].made) if is_copied else made
 
     def _run(self, call: Call) -> None:
         log = self.log
