@@ -24,12 +24,11 @@ inline bool has_owners(const Tensor& t, size_t owners) {
 inline bool is_ours_alone(Log& log, int v) {
   const Value& x = log.values[v];
   if (!x.held.defined() || x.copied || x.lost || x.shown.defined() || !log.is_there(v)) return false;
-  const size_t objects = x.made.fake ? 1 : 0;  // a fake tensor and its storage always have a Python object
-  if (x.counter.current_version() != x.version || x.held.use_count() > 1 + objects) return false;
+  if (x.counter.current_version() != x.version) return false;
   std::map<c10::TensorImpl*, size_t> leaves;
   if (const auto held = log.leaves.find(v); held != log.leaves.end())
     for (const Tensor* const leaf : held->second) ++leaves[leaf->unsafeGetTensorImpl()];
-  if (x.held.storage().use_count() > 1 + leaves.size() + objects) return false;
+  if (!x.is_owned_by_log(leaves.size())) return false;
   if (!leaves.empty())
     for (const Tensor* const leaf : log.leaves[v])
       if (!has_owners(*leaf, leaves[leaf->unsafeGetTensorImpl()])) return false;

@@ -119,9 +119,7 @@ inline void note_save(Log& log, bool placed, int v, const Tensor& t) {
 inline bool has_leaves(const Log& log, const Memory& memory) { return log.leaves.count(memory.current) > 0; }
 inline bool only_log_has(const Log& log, const Memory& memory) {
   const Value& x = log.values[memory.current];
-  const size_t owners = x.made.fake ? 2 : 1;  // a fake tensor and its storage always have a Python object
-  if (!x.held.defined() || x.copied || has_leaves(log, memory)) return false;
-  return x.held.use_count() == owners && x.held.storage().use_count() == owners;
+  return x.held.defined() && !x.copied && !has_leaves(log, memory) && x.is_owned_by_log();
 }
 // Notes which memory the program has freed before this call begins.
 inline void note_freed(Log& log, int call) {
@@ -206,8 +204,9 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
   for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));
   std::vector<int> died;
+  constexpr int kAlive = -1, kUnknown = -2;  // as in logged.py
   for (const Memory& memory : log.memories)
-    died.push_back(memory.died >= 0 ? std::max(memory.died - start, 0) : has_leaves(log, memory) ? -2 : -1);
+    died.push_back(memory.died >= 0 ? std::max(memory.died - start, 0) : has_leaves(log, memory) ? kUnknown : kAlive);
   return py::make_tuple(calls, values, saves, died, others);
 }
 

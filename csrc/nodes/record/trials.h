@@ -34,8 +34,7 @@ inline bool has_varied_inputs(const Log& log, const Call& call, const std::map<i
     const Value& x = log.values[in];
     if (several || 2 * x.made.numel() < most) return;
     const auto made = scratch.find(in);
-    Tensor t = x.held.defined() || made == scratch.end() ? x.held : made->second;
-    if (auto storage = t.defined() ? c10::intrusive_ptr<c10::StorageImpl>() : log.at_hand(in)) t = over(c10::Storage(std::move(storage)), x.made);
+    const Tensor t = x.held.defined() ? x.held : made != scratch.end() ? made->second : log.tensor_at_hand(in);
     several = has_several_values(t) && has_normal_numbers(t);
   });
   return several;
@@ -60,6 +59,20 @@ struct Untried {
 // Whether a second call may well have other bits: a faster formula, or an operator of the program. These are only trusted if
 // their own bits were compared.
 inline bool may_differ(const Call& call) { return call.by_result || !is_of_torch_or_ours(call); }
+// Whether the value is made by calls of kinds that are not trusted yet. Soon none is, which each save of a dropped value asks.
+inline bool is_untried(Log& log, int v) {
+  c10::SmallVector<int, 16> left{v};
+  ++log.stamp;
+  while (!left.empty()) {
+    const int one = left.pop_back_val();
+    Value& x = log.values[one];
+    if (std::exchange(x.seen, log.stamp) == log.stamp || (one != v && x.held.defined())) continue;
+    Call& call = log.calls[x.call];
+    if (!call.rule->moves && !trust().is_enough(kind_of(log, call))) return true;
+    for_inputs(log, call, [&](int in) { left.push_back(in); });
+  }
+  return false;
+}
 // What a trial of a value tries: that value, and those that it is made of, as far as they are still there.
 inline std::vector<Untried> untried_of(Log& log, int v) {
   std::vector<Untried> made;
@@ -101,8 +114,8 @@ inline void refuse(Log& log, int last, const Untried& part) {
 // Makes calls of kinds that are not trusted once more right away, and compares the bits. On a device the host waits for that,
 // so it is not done while a graph is captured, and rarely after some trials whose values showed nothing.
 inline Why has_other_bits(Log& log, int v) {
+  if (log.values[v].made.fake || !is_untried(log, v)) return Why::kNone;  // fake tensors stand for real ones that pass their trials
   const std::vector<Untried> parts = untried_of(log, v);
-  if (parts.empty() || log.values[v].made.fake) return Why::kNone;  // fake tensors stand for real ones that pass their trials
   const bool on_device = is_on_device(log.values[v].made);
   if (on_device) {
     if (is_captured(log.values[v].held)) return Why::kUntried;
@@ -112,8 +125,7 @@ inline Why has_other_bits(Log& log, int v) {
   }
   Why why = Why::kNone;
   for (const Untried& part : parts) {
-    const Geometry& made = log.values[part.by].made;
-    const Tensor before = part.by == v ? shown(log.values[v].held, made) : over(c10::Storage(log.at_hand(part.by)), made);
+    const Tensor before = part.by == v ? shown(log.values[v].held, log.values[v].made) : log.tensor_at_hand(part.by);
     Bits found = Bits::kOther;
     std::map<int, Tensor> scratch;
     try {

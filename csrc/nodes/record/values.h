@@ -78,6 +78,12 @@ struct Value {
   uint8_t gradient = 0;  // bits of `Gradient`
 
   bool is_outside() const { return outlives || call < 0; }
+  // Whether only the log has the memory, and `objects` that nodes have saved. A fake tensor and its storage always have a
+  // Python object.
+  bool is_owned_by_log(size_t objects = 0) const {
+    const size_t owners = made.fake ? 2 : 1;
+    return held.use_count() <= owners && held.storage().use_count() <= owners + objects;
+  }
   // Gathered weights, which no logged call made, do not: their memory is freed and filled again.
   bool takes_memory() const { return !outlives && (call >= 0 || logged); }
 };

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from leannorm.planning.moves import Away, Moving
 from leannorm.planning.timeline import Step, Value
 
-_READ = 1 << 30
+_READ = 1 << 30  # more values than any is made of
 
 
 class Outcome(NamedTuple):
@@ -40,14 +40,14 @@ class Uses:
     """When the backward pass needs each value.
 
     `first` and `last` have the moments of its first and last use (`last` is -1 if there is none). `written`
-    says whether it is in memory between them. `makes` counts the values that are made of it in its last
-    moment; it is `_READ` or more if something else reads it there.
+    says whether it is in memory between them. `users` counts the values that are made of it in its last
+    moment; it is `_READ` or more if that moment also reads it itself.
     """
 
     def __init__(self, step: Step, again: Collection[int]) -> None:
         first, last, whole = step.read
         self.first, self.last, self.written = list(first), list(last), list(whole)
-        self.makes = [_READ if moment >= 0 else 0 for moment in last]
+        self.users = [_READ if moment >= 0 else 0 for moment in last]
         for i in sorted(again, reverse=True):
             if self.last[i] >= 0:
                 self.lead_on(step.values[i], i)
@@ -60,14 +60,14 @@ class Uses:
         for source in value.made_of:
             self.first[source] = min(self.first[source], begin)
             if end > self.last[source]:
-                self.last[source], self.makes[source] = end, 0
+                self.last[source], self.users[source] = end, 0
             if end == self.last[source]:
-                self.makes[source] += 1 if self.written[i] else _READ
+                self.users[source] += 1 if self.written[i] else _READ
             self.written[source] |= value.whole
 
     def is_passing(self, i: int) -> bool:
         """Whether the value, if it is made again, is made for others of the same moment alone."""
-        return self.first[i] == self.last[i] and 0 < self.makes[i] < _READ and self.written[i]
+        return self.first[i] == self.last[i] and 0 < self.users[i] < _READ and self.written[i]
 
 
 def _freed_within(step: Step, uses: Uses, again: Collection[int]) -> dict[int, int]:
@@ -93,7 +93,7 @@ def _freed_within(step: Step, uses: Uses, again: Collection[int]) -> dict[int, i
             whole, there = whole + size, there + size
             most = max(most, there)
             for s in sources:
-                left[s] = left.get(s, uses.makes[s]) - 1
+                left[s] = left.get(s, uses.users[s]) - 1
                 gone += step.values[s].again if left[s] == 0 and uses.is_passing(s) else 0
             if size:  # a call of several results is a value of no size, and has its sources until the first
                 there, gone = there - gone, 0

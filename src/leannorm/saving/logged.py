@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 WANTS, HAS_GRADIENT = 1, 2  # as `Gradient` in values.h
+ALIVE, UNKNOWN = -1, -2  # memory that the program never freed, or of which that is unknown; as in plan.h
 
 
 class Read(NamedTuple):

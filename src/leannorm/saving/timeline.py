@@ -19,11 +19,10 @@ from leannorm.planning.outcome import of_stock
 from leannorm.planning.timeline import Moment, Step
 from leannorm.planning.timeline import Value as Planned
 from leannorm.saving.gradients import Gradients
-from leannorm.saving.logged import WANTS, Call, Read, Value
+from leannorm.saving.logged import UNKNOWN, WANTS, Call, Read, Value
 from leannorm.saving.rates import Rates
 from leannorm.saving.unbuilt import MAY_WAIT, READ_ROWS
 
-_UNKNOWN = -2
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
 
 
@@ -43,8 +42,7 @@ class Timeline:
         `seconds`: what each call took; none on a device that runs behind its host. `codes`: whether what is
         kept counts in the fewer bytes that it gets some time later. `link`: bytes per second to the host; 0
         if nothing is moved there."""
-        # by memory, the first call without it in the program (-1: none, -2: not known); bytes that the log
-        # cannot read
+        # by memory, the first call without it in the program; the bytes that the log cannot read
         calls, values, self.saves, self._died, self._others = told
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         whole = [Value(*value) for value in values]
@@ -76,7 +74,7 @@ class Timeline:
             until[value.memory] = max(until.get(value.memory, 0), last)
         for memory, last in until.items():
             died = self._died[memory]
-            if died != _UNKNOWN:
+            if died != UNKNOWN:
                 until[memory] = max(last, died - 1 if died >= 0 else self.forward - 1)
         return until
 

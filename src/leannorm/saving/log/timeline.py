@@ -83,8 +83,9 @@ def timeline_of(log: Log, by: Alive, first: int, others: int) -> tuple[Any, ...]
         for one, place, v, call in log.saved
         if call >= start - 1
     ]
-    died = [max(memory.died - start, 0) if memory.died >= 0 else -1 for memory in log.memories]
-    for x in log.values:
-        if x.held is not None and died[x.memory] < 0:
-            died[x.memory] = -2
+    held = {x.memory for x in log.values if x.held is not None}
+    died = [
+        max(memory.died - start, 0) if memory.died >= 0 else told.UNKNOWN if i in held else told.ALIVE
+        for i, memory in enumerate(log.memories)
+    ]
     return calls, values, saves, died, others
