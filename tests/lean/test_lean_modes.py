@@ -150,3 +150,15 @@ def test_fake_tensors_keep_what_real_ones_do(setting, outside):
     for p, value in zip(model.parameters(), before, strict=True):
         assert type(p) is nn.Parameter
         assert torch.equal(p, value)
+
+
+@needs_nodes
+def test_fake_tensors_are_rebuilt_by_calls_with_numbers():
+    """torch makes tensors of Python numbers, of which the mode makes fake ones only within its own calls."""
+    with FakeTensorMode():
+        x = torch.empty(64, 64, requires_grad=True)
+        with lean("conv") as saved:
+            loss = (((x * 2).sin() * 0.5 + 1).exp() / 3).square().sum()
+        loss.backward()
+    assert isinstance(x.grad, FakeTensor)
+    assert saved.rebuilt_bytes > 0

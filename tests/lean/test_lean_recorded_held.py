@@ -157,7 +157,7 @@ def test_a_hook_that_fails_leaves_the_tensor_where_it_is():
 
 def test_hooks_that_bring_another_shape_or_dtype_are_told():
     x = torch.randn(64, 64, requires_grad=True)
-    with lean(held=(lambda t: t.half(), lambda t: t)):
+    with lean("norm", held=(lambda t: t.half(), lambda t: t)):
         loss = (x * 2).exp().tanh().sum()
         loss = (x @ x).sin().sum() + loss
     with pytest.raises(

@@ -107,11 +107,15 @@ template <class Visit> void for_written(const Rule& rule, c10::ArrayRef<const IV
   }
 }
 
+// Whether it is a Python number for which torch has made a tensor, which nothing else reads or writes.
+inline bool is_number(const IValue& v) { return v.isTensor() && v.toTensor().defined() && v.toTensor().unsafeGetTensorImpl()->is_wrapped_number(); }
+
 inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inputs) {
   call.args.reserve(inputs.size());
   int at = 0;
   for (const IValue& v : inputs) {
-    if (v.isTensor()) read_tensor(log, call, at, 0, v.toTensor()), call.args.emplace_back();
+    if (is_number(v)) call.args.push_back(v);
+    else if (v.isTensor()) read_tensor(log, call, at, 0, v.toTensor()), call.args.emplace_back();
     else if (v.isTensorList()) {
       for (const Tensor& t : v.toTensorVector()) read_tensor(log, call, at, 0, t), call.usable &= t.defined();
       call.args.emplace_back(c10::List<Tensor>());

@@ -66,6 +66,7 @@ inline uint64_t hash_of(const Log& log, const Call& call) {
     else if (v.isIntList()) { for (const int64_t i : v.toIntVector()) mix(i + 7); }
     else if (v.isDoubleList()) { for (const double d : v.toDoubleVector()) mix_double(d); }
     else if (v.isString()) mix(std::hash<std::string>()(v.toStringRef()));
+    else if (v.isTensor() && v.toTensor().defined()) mix(static_cast<uint64_t>(v.toTensor().scalar_type()) + 13);  // a Python number
     else mix(v.isNone());
   }
   for (const Read& one : call.reads) {
