@@ -236,8 +236,8 @@ inline void add_record(py::module_ module) {
       .def("seconds", &Pass::seconds)
       .def_property_readonly("spent", [](const Pass& p) { return p.log->spent; });
   module.def("set_operator", [](const std::string& name, int kind, int formula, std::vector<int> writes, int gate, bool fills, bool moves, const std::string& instead,
-                                const std::vector<std::pair<int, int>>& sources) {
-    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, moves, instead};
+                                const std::vector<std::pair<int, int>>& sources, std::string act) {
+    Row row{static_cast<Kind>(kind), static_cast<Formula>(formula), std::move(writes), gate, fills, moves, instead, {}, std::move(act)};
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });

@@ -158,6 +158,21 @@ inline std::vector<bool> makes_of(Log& log, std::vector<bool>& taken) {
   return makes;
 }
 
+// By value, the one that is rebuilt by the same call (see `Fused`), and that it is made of; -1: none.
+inline std::vector<int> follows_of(Log& log, const std::vector<bool>& makes) {
+  std::vector<int> users(makes.size()), follows(makes.size(), -1);
+  for (size_t v = 0; v < makes.size(); ++v)
+    if (makes[v]) for_inputs(log, log.calls[log.values[v].call], [&](int in) { ++users[in]; });
+  for (const Save& one : log.saves) ++users[one.value];
+  for (size_t i = 0; i < makes.size(); ++i) {
+    const auto v = static_cast<int>(i);
+    const auto fused = makes[v] ? fused_of(log, v, [&](int u) { return makes[u] && users[u] == 1; }) : std::nullopt;
+    if (!fused || trust().is_refused(fused->kind)) continue;
+    follows[v] = fused->sum < 0 || fused->sum == v ? fused->norm : fused->sum;
+  }
+  return follows;
+}
+
 // The reason that is reported for a kept value.
 inline Cause reason_of(const Value& x) {
   if (x.why == Why::kNotAtHand && x.cause.why != Why::kNone) return x.cause;
@@ -181,6 +196,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
   std::vector<bool> taken(log.values.size());
   const std::vector<bool> makes = makes_of(log, taken);
   log.policy = before;
+  const std::vector<int> follows = follows_of(log, makes);
   for (size_t i = start; i < log.calls.size(); ++i) {
     const Call& call = log.calls[i];
     py::list reads;
@@ -199,7 +215,7 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
     values.append(py::make_tuple(x.memory, x.call < start ? -1 : x.call - start, x.storage_bytes, bytes_when_kept(log, x), bytes(x.made),
                                  static_cast<int64_t>(c10::elementSize(x.made.dtype)), at::isFloatingType(x.made.dtype),
                                  x.gradient, x.refs > 0, bool(makes[v]), x.state != Value::kDropped, counts, copied,
-                                 py::make_tuple(static_cast<int>(cause.why), cause.of == nullptr ? "" : *cause.of), inputs, x.in_rows, x.waits));
+                                 py::make_tuple(static_cast<int>(cause.why), cause.of == nullptr ? "" : *cause.of), inputs, x.in_rows, x.waits, follows[v]));
   }
   for (const Save& one : log.saves)
     if (one.call >= start - 1) saves.append(py::make_tuple(one.by == &of ? one.place : -1, one.value, std::max(one.call - start, 0)));

@@ -1,89 +1,18 @@
 // Rebuilds values by the calls that made them, from values that are kept.
 #pragma once
 
+#include "bits.h"
 #include "encode.h"
+#include "fused.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <map>
 
 namespace leannorm::recording {
-
-// The state in which the log makes calls: below autograd, without autocast and modes, and unlogged. Fake tensors need their mode.
-class Below {
- public:
-  Below() : Below(nullptr) {}
-  explicit Below(const std::shared_ptr<py::object>& fake) {
-    if (!fake) real_.emplace();
-    else sets_ = sets_mode_of_fakes(*fake);
-  }
-  ~Below() {
-    if (sets_) c10::impl::TorchDispatchModeTLS::unset_mode(c10::impl::TorchDispatchModeKey::FAKE);
-  }
-  Below(const Below&) = delete;
-
- private:
-  const Busy busy_;
-  const at::AutoDispatchBelowADInplaceOrView below_;
-  const c10::impl::ExcludeDispatchKeyGuard without_{c10::autocast_dispatch_keyset};
-  std::optional<PastModes> real_;
-  bool sets_ = false;
-};
-
-// Sets the global flags under which a call ran.
-class UnderFlags {
- public:
-  UnderFlags(const Log& log, const Call& call) {
-    if (flags_now() == log.flags_of(call)) return;
-    const py::gil_scoped_acquire gil;
-    set_ = (call.flags == 0 ? log.first->flags : *log.others_flags[call.flags - 1].object).attr("set")();
-    set_.attr("__enter__")();
-  }
-  UnderFlags(const UnderFlags&) = delete;
-  ~UnderFlags() {
-    if (!set_) return;
-    const py::gil_scoped_acquire gil;
-    try {
-      set_.attr("__exit__")(py::none(), py::none(), py::none());
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("leannorm.lean()");
-    }
-    set_ = {};
-  }
-
- private:
-  py::object set_;
-};
-
-// A copy of the whole storage, so that views of it have the same offsets.
-inline Tensor copy_of(const Tensor& t, const Geometry& as) {
-  if (is_on_host(t)) {
-    auto* const allocator = c10::GetAllocator(c10::DeviceType::CPU);
-    const size_t size = t.storage().nbytes();
-    c10::Storage storage(c10::Storage::use_byte_size_t(), size, allocator, /*resizable=*/true);
-    if (size > 0) std::memcpy(storage.mutable_data(), t.storage().data(), size);
-    return over(std::move(storage), as);
-  }
-  const Below below(as.fake);
-  Geometry bytes = as;
-  bytes.sizes = {static_cast<int64_t>(t.storage().nbytes())}, bytes.strides = {1}, bytes.offset = 0, bytes.dtype = at::kByte;
-  return over(over(t.storage(), bytes).clone().storage(), as);
-}
-
-inline Tensor shown(const Tensor& t, const Geometry& as) {
-  TORCH_CHECK(as.extent() <= static_cast<int64_t>(t.storage().nbytes()),
-              "leannorm.lean() has to rebuild a tensor from one whose memory was freed or resized after the forward pass."
-              " Keep that memory until backward(), or leave lean() out of this part");
-  if (as.is_of(t)) return t;
-  if (as.dtype != t.scalar_type() || as.is_on_host() || as.fake) return over(t.storage(), as);
-  const Below below;
-  return t.as_strided(as.sizes, as.strides, as.offset);
-}
 
 // Whether the call fills all of the memory that it writes.
 inline bool fills_all(const Log& log, const Call& call) {
@@ -93,7 +22,7 @@ inline bool fills_all(const Log& log, const Call& call) {
 }
 // Whether this argument is read when the call is made again.
 inline bool is_read(const Log& log, const Call& call, const Read& read) {
-  if (call.by_result && call.rule->instead) {
+  if (call.by_result && !call.rule->by_statistics) {
     for (const Source& source : call.rule->sources)
       if (source.of == Source::kArgument && source.at == read.at) return true;
     return false;
@@ -211,24 +140,64 @@ class Replay {
     return scratch_ && !is_of_torch_or_ours(log_.calls[number]) ? copy_of(t, log_.values[v].made) : t;
   }
 
-  void run(int number) {
+  // What a call reads, and those of its results from which it is made again.
+  struct Given {
     std::vector<Tensor> read;
-    for (const Read& one : log_.calls[number].reads) {
-      if (is_read(log_, log_.calls[number], one)) read.push_back(shown(this->read(number, one.value), log_.geometry_of(one)));
-      else read.emplace_back();
-    }
     std::map<int, Tensor> results;
-    for (const int out : results_read(log_.calls[number])) results[out] = this->read(number, result_of(log_, log_.calls[number], out));
+  };
+  Given given(int number) {
+    Given made;
+    for (const Read& one : log_.calls[number].reads) {
+      if (is_read(log_, log_.calls[number], one)) made.read.push_back(shown(read(number, one.value), log_.geometry_of(one)));
+      else made.read.emplace_back();
+    }
+    for (const int out : results_read(log_.calls[number])) made.results[out] = read(number, result_of(log_, log_.calls[number], out));
+    return made;
+  }
+  void run(int number) {
+    const int v = log_.calls[number].outs.empty() ? -1 : log_.calls[number].outs[0];
+    const auto fused = scratch_ || v < 0 ? std::nullopt : fused_of(log_, v, [this](int u) { return is_passing(u); });
+    const bool is_trusted = fused && trust().is_enough(fused->kind);
+    if (!fused || trust().is_refused(fused->kind) || (!is_trusted && trust().is_vain(fused->kind))) return one_by_one(number);
+    Tensor at_once = made_at_once(*fused);
+    if (!is_trusted) return one_by_one(number), compare(*fused, at_once, log_.values[v].rebuilt);
+    keep(v, std::move(at_once));
+    if (fused->other >= 0) used(fused->other);
+    for_inputs(log_, log_.calls[log_.values[fused->norm].call], [this](int in) { used(in); });
+  }
+  void one_by_one(int number) {
+    Given given = this->given(number);
     const Call& call = log_.calls[number];
     {
       const UnderFlags flags(log_, call);
       const Below below(call.outs.empty() ? nullptr : log_.values[call.outs[0]].made.fake);
       const at::AutoGradMode mode(call.grad_mode);
-      if (call.by_result) make_by_results(call, read, results);
-      else if (call.before >= 0) edit(call, read);
-      else make(call, read);
+      if (call.by_result) keep(result_of(log_, call, 0), made_by_results(call, given));
+      else if (call.before >= 0) edit(call, given.read);
+      else make(call, given.read);
     }
     for_inputs(log_, call, [this](int v) { used(v); });
+  }
+  // Whether the value is not in memory, and only one rebuild needs it.
+  bool is_passing(int v) const {
+    const Value& x = log_.values[v];
+    return x.state == Value::kDropped && x.refs == 1 && x.saves == 0 && !x.held.defined() && !x.rebuilt.defined() && !x.elsewhere;
+  }
+  static void compare(const Fused& fused, const Tensor& at_once, const Tensor& one_by_one) {
+    const Bits found = compared(at_once, one_by_one);
+    trust().looked(fused.kind);
+    if (found == Bits::kOther) trust().refuse(fused.kind);
+    if (found == Bits::kSame && has_several_values(at_once)) trust().confirm(fused.kind);
+  }
+  Tensor made_at_once(const Fused& fused) {
+    const int number = log_.values[fused.norm].call;
+    const Tensor other = fused.other < 0 ? Tensor() : shown(value(fused.other), log_.values[fused.other].made);
+    const Given given = this->given(number);
+    const Call& call = log_.calls[number];
+    const UnderFlags flags(log_, call);
+    const Below below;
+    const at::AutoGradMode mode(call.grad_mode);
+    return made_by_results(call, given, bare(other), fused.act);
   }
 
   static Tensor bare(const Tensor& t) { return t.defined() && t.requires_grad() ? alias_of(t) : t; }
@@ -292,31 +261,34 @@ class Replay {
     }
   }
 
-  // Rebuilds the call's first result with another operator, which reads its other results.
-  void make_by_results(const Call& call, const std::vector<Tensor>& read, std::map<int, Tensor>& results) {
-    const int v = result_of(log_, call, 0);
+  // The call's first result by another operator, which reads its other results. `other`, `act`: as in `Fused`.
+  Tensor made_by_results(const Call& call, const Given& given, const Tensor& other = {}, const std::string& act = "identity") const {
     const auto argument = [&](int at) -> IValue {
       for (size_t i = 0; i < call.reads.size(); ++i)
-        if (call.reads[i].at == at) return IValue(bare(read[i]));
+        if (call.reads[i].at == at) return IValue(bare(given.read[i]));
       return call.args[at];
     };
+    torch::jit::Stack stack;
     if (call.rule->by_statistics) {
-      // torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and the same from these arguments
+      // torch's kernel computes fma(x, scale, fma(-mean, scale, bias)), and ours the same from these arguments
+      const Tensor &mean = given.results.at(1), &rstd = given.results.at(2), x = argument(0).toTensor();
       const IValue weight = argument(1), bias = argument(2);
-      const Tensor &mean = results[1], &rstd = results[2];
       const Tensor scale = weight.isTensor() ? at::mul(rstd, weight.toTensor()) : rstd;
       const Tensor shift = at::addcmul(bias.isTensor() ? bias.toTensor() : at::zeros_like(mean), mean, scale, -1);
-      return keep(v, std::get<0>(at::native_batch_norm(argument(0).toTensor(), scale, shift, at::zeros_like(mean),
-                                                       at::ones_like(mean), false, 0.0, 0.0)));
+      const bool is_dense = x.is_contiguous() || x.is_contiguous(at::MemoryFormat::ChannelsLast) || x.is_contiguous(at::MemoryFormat::ChannelsLast3d);
+      const auto as_double = at::TensorOptions().dtype(at::kDouble);
+      torch::jit::push(stack, is_dense ? x : x.contiguous(), at::zeros_like(mean, as_double), at::ones_like(mean, as_double), scale, shift, IValue(), act, IValue());
+    } else {
+      for (const Source& source : call.rule->sources) {
+        if (source.of == Source::kNothing) stack.emplace_back();
+        else if (source.of == Source::kResult) stack.emplace_back(given.results.at(source.at));
+        else stack.push_back(argument(source.at));
+      }
     }
-    torch::jit::Stack stack;
-    for (const Source& source : call.rule->sources) {
-      if (source.of == Source::kNothing) stack.emplace_back();
-      else if (source.of == Source::kResult) stack.emplace_back(results[source.at]);
-      else stack.push_back(argument(source.at));
-    }
+    if (other.defined()) stack[kResidual] = other;
+    if (act != "identity") stack[kActivation] = act;
     call.rule->instead->callBoxed(&stack);
-    keep(v, stack[0].toTensor());
+    return stack[0].toTensor();
   }
 
   // Whether the replay alone has the memory, and this reader, which has it as `t`, is the last one.

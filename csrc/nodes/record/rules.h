@@ -42,7 +42,8 @@ struct Row {
   bool fills = false;            // it works in place, and never reads the old contents
   bool moves = false;            // it only moves elements
   std::string instead;           // the operator that computes its first result from its other results
-  std::vector<Source> sources;   // that operator's arguments
+  std::vector<Source> sources;   // that operator's arguments; empty: see `Rule::by_statistics`
+  std::string act;               // leannorm's name of the activation that it computes
 };
 
 struct Rule {
@@ -65,7 +66,8 @@ struct Rule {
   bool whole = false;       // it is torch's, and calls other operators below autograd only
   std::atomic<int> parts = 0;  // how many others it has called below autograd, at most
   int dropout = -1;         // the argument that is dropout's probability
-  bool by_statistics = false;  // batch norm, which is rebuilt with the scale and shift that follow from its statistics
+  std::string act;
+  bool by_statistics = false;  // torch's batch norm: `instead` gets the scale and shift that follow from its statistics
 };
 
 inline std::unordered_map<std::string, Row>& table() {
@@ -119,10 +121,11 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
   };
   if (row != table().end() && is_of_overload()) {
     const Row& of = row->second;
-    made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills, made->moves = of.moves;
+    made->kind = of.kind, made->formula = of.formula, made->gate = of.gate, made->fills = of.fills, made->moves = of.moves, made->act = of.act;
     made->writes.append(of.writes.begin(), of.writes.end());
-    if (of.instead == "scale and shift") made->by_statistics = true;
-    else if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;
+    if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;
+    made->by_statistics = made->instead && made->sources.empty();
+    if (made->by_statistics && !made->instead->hasKernelForDispatchKey(c10::DispatchKey::CPU)) made->instead.reset(), made->by_statistics = false;
   }
   made->whole = made->kind != Kind::kSkip && !mutates && name.name.rfind("aten::", 0) == 0 && op.hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
                 !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);

@@ -2,19 +2,11 @@
 #pragma once
 
 #include "replay.h"
-#include "trust.h"
 
 #include <map>
 
 namespace leannorm::recording {
 
-// On a device all values are compared and the host waits for the result, so only trials call this.
-inline bool has_several_values(const Tensor& t) {
-  if (!t.defined() || t.numel() == 0 || is_on_host(t)) return t.defined() && Sample::of(t).has_several;
-  const Below below;
-  const Tensor row = t.reshape({-1});
-  return row.ne(row.narrow(0, 0, 1)).any().item<bool>();
-}
 // Whether some of its numbers are normal, by a sample. From zeros and denormal numbers nearly all kernels compute the same.
 inline bool has_normal_numbers(const Tensor& t) {
   const auto dtype = t.scalar_type();
@@ -97,13 +89,6 @@ inline std::vector<Untried> untried_of(Log& log, int v) {
   return made;
 }
 
-enum class Bits : uint8_t { kSame, kOther, kNotKnown };  // kNotKnown: with NaNs, whose payloads may differ
-inline Bits compared(const Tensor& again, const Tensor& before) {
-  const Below below;
-  const auto bits = [](const Tensor& t) { return t.is_contiguous() && t.dim() > 0 ? t.view(at::kByte) : t.reshape({-1}).contiguous().view(at::kByte); };
-  if (again.numel() == 0 || at::equal(bits(again), bits(before))) return Bits::kSame;
-  return before.is_floating_point() && before.isnan().any().item<bool>() ? Bits::kNotKnown : Bits::kOther;
-}
 // Refuses the call that made a value with other bits if it is untried, otherwise all untried ones, since any may be wrong.
 inline void refuse(Log& log, int last, const Untried& part) {
   const bool is_last = std::any_of(part.calls.begin(), part.calls.end(), [last](const auto& one) { return one.call == last; });

@@ -108,9 +108,9 @@ class Walk {
   }
   // Whether the results are kept from which the call's first one is computed faster.
   bool by_result(const Call& call, int v) const {
-    if (!(call.rule->instead || call.rule->by_statistics) || log_.values[v].out != 0) return false;
+    if (!call.rule->instead || log_.values[v].out != 0) return false;
     if (call.rule->by_statistics) {
-      const auto& x = log_.values[v].made;
+      const auto& x = log_.values[v].made;  // a narrow result would hide other bits in most trials
       const bool trains = call.args[call.rule->gate].toBool(), wide = x.dtype == at::kFloat || x.dtype == at::kDouble;
       if (!trains || !wide || !x.device.is_cpu()) return false;
     }
@@ -139,7 +139,7 @@ class Walk {
     if (product && !policy.everything && (!policy.products || is_costly(log_, call))) return refuse(Why::kNotRepeated, v);
     bool needed = false;  // if so, it is decided already how the call is made again
     for (const int out : call.outs) needed |= log_.values[out].state == Value::kDropped;
-    if (!needed) call.by_result = by_result(call, v);
+    if (!needed) call.by_result = by_result(call, v) && !trust().is_refused(kind_of(log_, call) | 1);
     if (!call.by_result && !call.rule->again) return refuse(Why::kNever, v);
     if (call.by_result && of.out != 0) return refuse(Why::kNotAtHand, v);
     if (trust().is_refused(kind_of(log_, call))) return refuse(Why::kOtherBits, v);

@@ -45,7 +45,7 @@ def _set_up() -> None:
     """Give it the table of operators, and the functions that it calls."""
     for name, row in OPERATORS.items():
         does = row.counts, _FORMULAS.index(row.formula), list(row.writes), row.gate, row.fills, row.moves
-        NODES.set_operator(name, *does, row.instead, list(map(_source, row.sources)))
+        NODES.set_operator(name, *does, row.instead, list(map(_source, row.sources)), row.act)
     NODES.set_varying(list(VARYING))
     NODES.set_capturing(_is_captured)
     read_rows, may_wait = list(unbuilt.READ_ROWS.values()), list(unbuilt.MAY_WAIT.values())

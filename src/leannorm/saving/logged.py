@@ -33,7 +33,8 @@ class Value(NamedTuple):
     `gradient`: bits of values.h. `needed`: whether the backward pass reads it or rebuilds others from it.
     `makes`: whether it is rebuilt, or could be if others were kept. `held`: whether this pass does not
     rebuild it. `counts`: whether its bytes count as kept or rebuilt. `cause`: why it is kept. `in_rows`:
-    whether its gradient reads it some rows at a time. `waits`: whether nodes may get a stand-in for it."""
+    whether its gradient reads it some rows at a time. `waits`: whether nodes may get a stand-in for it.
+    `follows`: the value that is rebuilt by the same call, and of which this one is made; -1: none."""
 
     memory: int
     call: int
@@ -52,3 +53,4 @@ class Value(NamedTuple):
     inputs: list[int]
     in_rows: bool = False
     waits: bool = False
+    follows: int = -1

@@ -34,7 +34,9 @@ class Operator(NamedTuple):
     connection does. `fills`: it works in place and never reads what was there. `moves`: it only moves
     elements, so that any two calls give the same bits, and none is tried first. `instead`: an operator that
     computes its first result from its other results. `sources`: that operator's arguments, each an argument
-    of this call (a number), a result of it (a string) or None.
+    of this call (a number), a result of it (a string) or None. torch's batch norm has none: its result is its
+    input times a scale plus a shift, which follow from its statistics. `act`: the name under which leannorm's
+    norms compute it, too, so that a norm and what follows may be rebuilt by one call.
     """
 
     kind: Kind
@@ -46,6 +48,7 @@ class Operator(NamedTuple):
     moves: bool = False
     instead: str = ""
     sources: tuple[int | str | None, ...] = ()
+    act: str = ""
 
     @property
     def counts(self) -> int:
@@ -70,9 +73,6 @@ def _rows(kind: Kind, names: str, space: str = "aten", **fields: object) -> dict
 
 
 _CHANNEL = "leannorm::channel_normalize"
-SCALE_AND_SHIFT = "scale and shift"
-"""Instead of an operator: batch norm's result is its input times a scale plus a shift, which follow from its
-statistics."""
 
 OPERATORS: dict[str, Operator] = {
     **_rows("product", "mm bmm addmm baddbmm _scaled_mm linear _grouped_mm", formula="matrix"),
@@ -109,12 +109,13 @@ OPERATORS: dict[str, Operator] = {
     ),
     **_rows("fused", "add sub add_ sub_", adds=True),
     **_rows("fused", "copy_ fill_ zero_", fills=True),
+    **_rows("fused", "relu relu_", act="relu"),
     **_rows(
         "pass",
         "native_batch_norm _native_batch_norm_legit",
         writes=(3, 4),
         gate=5,
-        instead=SCALE_AND_SHIFT,
+        instead=_CHANNEL,
     ),
     **_rows("pass", "cudnn_batch_norm miopen_batch_norm", writes=(3, 4), gate=5),
     **_rows(

@@ -96,12 +96,19 @@ class Timeline:
 
     # ------------------------------------------------------------ prices
 
-    def price_of(self, number: int, inputs: list[int], by_result: bool) -> float:
-        """Seconds that a rebuild takes to make this call again: what it took, if that is known."""
-        if self.taken[number] > 0 and not by_result:
-            return self.taken[number]
-        read = sum(self.values[i].nbytes for i in inputs)
-        return self.slower * self._by_rates(self.calls[number], read, not by_result)
+    def price_of(self, value: Value) -> float:
+        """Seconds that a rebuild takes to make this value's call again: what it took, if that is known."""
+        read = sum(self.values[i].nbytes for i in value.inputs if i != value.follows)
+        if value.follows >= 0:
+            return self.slower * read / self.rates.memory
+        by_result = self.is_by_result(value)
+        if self.taken[value.call] > 0 and not by_result:
+            return self.taken[value.call]
+        return self.slower * self._by_rates(self.calls[value.call], read, not by_result)
+
+    def is_by_result(self, value: Value) -> bool:
+        """Whether it is rebuilt from other results of its call."""
+        return any(i in self.calls[value.call].outs for i in value.inputs)
 
     def _by_rates(self, call: Call, read: int, computes: bool = True) -> float:
         """Seconds of a call that reads so many bytes, by the rates of the device."""
@@ -190,11 +197,13 @@ class Timeline:
 
     @cached_property
     def fused(self) -> set[int]:
-        """Casts that only such a log-softmax reads, and casts row by row."""
+        """Values that their only reader computes: casts in front of such a log-softmax, and what is made in
+        one call with a norm."""
         users = Counter([value for _, value, _ in self.saves])
         users.update(i for value in self.values if value.makes for i in value.inputs)
         sources = (i for one in self.in_rows for i in self.values[one].inputs)
-        return {i for i in sources if users[i] == 1 and self._name(self.values[i]) == "aten::_to_copy"}
+        casts = {i for i in sources if users[i] == 1 and self._name(self.values[i]) == "aten::_to_copy"}
+        return casts | {value.follows for value in self.values if value.follows >= 0}
 
     @cached_property
     def spares(self) -> dict[int, int]:
@@ -246,8 +255,7 @@ class Timeline:
                 made = Planned(value.coded if counted else 0, None, ready=moves)
             else:
                 maker, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
-                by_result = any(s in maker.outs for s in value.inputs)
-                seconds = self.price_of(value.call, value.inputs, by_result)
+                by_result, seconds = self.is_by_result(value), self.price_of(value)
                 if results[value.call] > 1 and not by_result:
                     if value.call not in runs:
                         runs[value.call] = len(planned)
@@ -267,7 +275,7 @@ class Timeline:
                     made_of,
                     again=0 if in_rows else value.nbytes,
                     fused=i in self.fused,
-                    whole=not in_rows,
+                    whole=not in_rows and value.follows < 0,
                     spares=self.spares.get(i, 0),
                     ready=moves,
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from leannorm.saving.operators import CHEAP, ONCE, OPERATORS, SCALE_AND_SHIFT, VARYING, VIEW, Operator
+from leannorm.saving.operators import CHEAP, ONCE, OPERATORS, VARYING, VIEW, Operator
 
 _COLLECTIVES = "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"
 _SENDING = *_COLLECTIVES, "_dtensor", "fsdp", "symm_mem"
@@ -56,7 +56,7 @@ class Rule:
         self.formula, self.gate, self.fills, self.moves = row.formula, row.gate, row.fills, row.moves
         self.writes += row.writes
         self.sources = row.sources  # the arguments of `instead`
-        self.by_statistics = row.instead == SCALE_AND_SHIFT
+        self.by_statistics = bool(row.instead and not row.sources)
         self.results = (
             [1, 2] if self.by_statistics else [int(at) for at in self.sources if isinstance(at, str)]
         )

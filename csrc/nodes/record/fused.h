@@ -1,0 +1,69 @@
+// A batch norm, a sum and an activation behind it are rebuilt by one call of leannorm's kernel, which reads and writes memory
+// once. Nobody else may need what is between them. The first two times the calls are made one by one as well, to compare bits.
+#pragma once
+
+#include "trust.h"
+
+namespace leannorm::recording {
+
+struct Fused {
+  int norm;                 // the norm's result
+  int sum = -1, other = -1;  // the sum's result, and what it adds to the norm's
+  std::string act = "identity";
+  uint64_t kind = 0;  // by which `Trust` counts it
+};
+
+// Where leannorm::channel_normalize has these arguments.
+constexpr int kResidual = 5, kActivation = 6;
+
+// Whether the value is a norm's result, which is rebuilt without a residual connection and an activation.
+inline bool is_plain_norm(const Log& log, int v) {
+  const Value& x = log.values[v];
+  if (x.call < 0 || x.out != 0 || !log.calls[x.call].by_result) return false;
+  const Call& call = log.calls[x.call];
+  if (call.rule->by_statistics) return true;
+  if (call.rule->instead->operator_name().name != "leannorm::channel_normalize") return false;
+  const auto argument = [&](int at) -> const IValue& { return call.args[call.rule->sources[at].at]; };
+  const bool adds = std::any_of(call.reads.begin(), call.reads.end(), [&](const Read& one) { return one.at == call.rule->sources[kResidual].at; });
+  return !adds && argument(kActivation).isString() && argument(kActivation).toStringRef() == "identity";
+}
+
+// How the value is made by one call, if it is. `passes(u)`: whether `u` is read by the next call of these alone.
+template <class Passes> std::optional<Fused> fused_of(Log& log, int v, const Passes& passes) {
+  const Value& top = log.values[v];
+  if (top.call < 0 || top.out != 0 || (log.calls[top.call].rule->act.empty() && log.calls[top.call].rule->kind != Kind::kSum)) return {};
+  if (!top.made.is_on_host() || top.made.fake) return {};
+  const uint8_t flags = log.calls[top.call].flags;
+  const auto is_like_top = [&](const Read& read) {
+    const Geometry& made = log.values[read.value].made;
+    return read.geometry < 0 && made.dtype == top.made.dtype && made.sizes == top.made.sizes && made.strides == top.made.strides && made.offset == 0;
+  };
+  Fused found{v};
+  const auto go_back = [&](const Read& to) {
+    found.kind = found.kind * 0x9E3779B97F4A7C15ull + kind_of(log, log.calls[log.values[found.norm].call]);
+    found.norm = to.value;
+    const int call = log.values[to.value].call;
+    return call >= 0 && log.calls[call].flags == flags && log.calls[call].usable;
+  };
+  if (const Call& call = log.calls[top.call]; !call.rule->act.empty()) {
+    if (call.reads.size() != 1 || !is_like_top(call.reads[0]) || !passes(call.reads[0].value) || !go_back(call.reads[0])) return {};
+    found.act = call.rule->act;
+  }
+  const Call& sum = log.calls[log.values[found.norm].call];
+  const bool is_wide = top.made.dtype == at::kFloat || top.made.dtype == at::kDouble;  // the kernel rounds once, behind the sum
+  const bool adds = sum.rule->name == "aten::add" || sum.rule->name == "aten::add_";
+  if (adds && is_wide && sum.reads.size() == 2 && is_like_top(sum.reads[0]) && is_like_top(sum.reads[1]) && sum.args[2].isInt() && sum.args[2].toInt() == 1) {
+    for (const int at : {0, 1}) {
+      const Read &one = sum.reads[at], &other = sum.reads[1 - at];
+      if (one.value == other.value || !is_plain_norm(log, one.value) || !passes(one.value)) continue;
+      found.sum = found.norm, found.other = other.value;
+      if (!go_back(one)) return {};
+      break;
+    }
+  }
+  if (found.norm == v || !is_plain_norm(log, found.norm)) return {};
+  found.kind = found.kind * 0x9E3779B97F4A7C15ull + kind_of(log, log.calls[log.values[found.norm].call]);
+  return found;
+}
+
+}  // namespace leannorm::recording
