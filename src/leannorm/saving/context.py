@@ -167,11 +167,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if traced():
             self._reasons = [reasons.COMPILED]
             return self
-        mine = self._opened_here() if self._open else None
-        if not mine:
+        around = self._innermost()
+        if around is None:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         place = place_of(sys._getframe(1)) if self.place is None else self.place
-        passed = ForwardPass(self._settings, mine[0][1].ledger if mine else self._ledger, place)
+        passed = ForwardPass(self._settings, self._ledger if around is None else around[1].ledger, place)
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now: an error ends a checkpoint's second run early
@@ -183,10 +183,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if torch.compiler.is_dynamo_compiling() or not (mine := self._opened_here()):
+        if torch.compiler.is_dynamo_compiling() or (opened := self._innermost()) is None:
             return  # entered while a compiler traced
-        self._open.remove(mine[-1])
-        passed = mine[-1][1]
+        self._open.remove(opened)
+        passed = opened[1]
         try:
             told = passed.end(error is not None)
             if error is not None:
@@ -219,9 +219,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         run.saved = context  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]
 
-    def _opened_here(self) -> list[tuple[int, ForwardPass]]:
-        """The passes that are open in this thread."""
-        return [opened for opened in self._open if opened[0] == get_ident()]
+    def _innermost(self) -> tuple[int, ForwardPass] | None:
+        """The pass that was opened last of those that are open in this thread."""
+        for opened in reversed(self._open):
+            if opened[0] == get_ident():
+                return opened
+        return None
 
     def __reduce__(self) -> tuple[partial[lean], tuple[()]]:
         """How to copy or pickle it: the copy has the same settings, and no passes."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +33,8 @@ _NAMED = 3  # tensors that a reason names
 _NEARLY = 1.01
 
 
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings:
     """The arguments of `lean()`, checked."""
 
     policy: Policy
@@ -40,13 +43,13 @@ class Settings(NamedTuple):
     verify: bool
     head: bool = False
 
-    @property
+    @cached_property
     def may_be_small(self) -> bool:
         """Whether a small pass may be left as it is, as no setting asks for something else."""
         plain = self.goal in (None, HALF)
         return plain and self.hooks is None and not (self.verify or self.head)
 
-    @property
+    @cached_property
     def may_be_watched(self) -> bool:
         """Whether the setting allows an overhead in time, which is then measured on the user's own steps."""
         return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)
