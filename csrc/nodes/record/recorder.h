@@ -46,9 +46,10 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   const size_t known = log.values.size();
   const int v = log.value_or_new(t);
   Value& x = log.values[v];
-  if (log.values.size() > known && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0)  // a norm's weight, before it is freed
+  const bool is_new = log.values.size() > known, is_empty = x.storage_bytes == 0 && x.state == Value::kFree;  // as a language model's cache is at first
+  if (is_empty || (is_new && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0))  // a norm's weight, before it is freed
     x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
-  if (log.values.size() > known) {
+  if (is_new) {
     const Tensor base = base_of(t);
     x.weight = base.is_leaf() && base.requires_grad();
   }

@@ -18,8 +18,8 @@ from leannorm.saving.flags import current
 from leannorm.saving.log.log import Log
 from leannorm.saving.log.moved import hand_over
 from leannorm.saving.log.rules import RULES, Rule, rule_of
-from leannorm.saving.log.tensors import geometry_of, is_plain
-from leannorm.saving.log.values import DROPPED, Call, Read
+from leannorm.saving.log.tensors import copy_of, geometry_of, is_plain, over
+from leannorm.saving.log.values import DROPPED, FREE, HELD, Call, Read
 from leannorm.saving.log.watch import copy_before_write, copy_exposed
 from leannorm.saving.logged import WANTS
 from leannorm.saving.operators import VIEW
@@ -245,6 +245,8 @@ def _read(log: Log, call: Call, at: int, place: int, tensor: Tensor) -> None:
         return
     v = log.value_or_new(tensor, call.rule.slack if at in call.rule.writes else 0)
     x, shape = log.values[v], geometry_of(tensor)
+    if not x.storage_bytes and x.state == FREE:  # as a language model's cache is at first
+        x.held, x.copied, x.state = copy_of(over(tensor.untyped_storage(), x.made), x.made), True, HELD
     same = shape == x.made
     if not same and shape.extent > x.made.extent:  # it shows memory that its call has not made
         if x.state == DROPPED:
