@@ -32,7 +32,8 @@ inline bool is_plain_norm(const Log& log, int v) {
 template <class Passes> std::optional<Fused> fused_of(Log& log, int v, const Passes& passes) {
   const Value& top = log.values[v];
   if (top.call < 0 || top.out != 0 || (log.calls[top.call].rule->act.empty() && log.calls[top.call].rule->kind != Kind::kSum)) return {};
-  if (!top.made.is_on_host() || top.made.fake) return {};
+  const bool is_wide = top.made.dtype == at::kFloat || top.made.dtype == at::kDouble;  // others are rounded between the calls
+  if (!is_wide || !top.made.is_on_host() || top.made.fake) return {};
   const uint8_t flags = log.calls[top.call].flags;
   const auto is_like_top = [&](const Read& read) {
     const Geometry& made = log.values[read.value].made;
@@ -50,9 +51,8 @@ template <class Passes> std::optional<Fused> fused_of(Log& log, int v, const Pas
     found.act = call.rule->act;
   }
   const Call& sum = log.calls[log.values[found.norm].call];
-  const bool is_wide = top.made.dtype == at::kFloat || top.made.dtype == at::kDouble;  // the kernel rounds once, behind the sum
   const bool adds = sum.rule->name == "aten::add" || sum.rule->name == "aten::add_";
-  if (adds && is_wide && sum.reads.size() == 2 && is_like_top(sum.reads[0]) && is_like_top(sum.reads[1]) && sum.args[2].isInt() && sum.args[2].toInt() == 1) {
+  if (adds && sum.reads.size() == 2 && is_like_top(sum.reads[0]) && is_like_top(sum.reads[1]) && sum.args[2].isInt() && sum.args[2].toInt() == 1) {
     for (const int at : {0, 1}) {
       const Read &one = sum.reads[at], &other = sum.reads[1 - at];
       if (one.value == other.value || !is_plain_norm(log, one.value) || !passes(one.value)) continue;
