@@ -111,11 +111,21 @@ template <class Visit> void for_written(const Rule& rule, c10::ArrayRef<const IV
 // Whether it is a Python number for which torch has made a tensor, which nothing else reads or writes.
 inline bool is_number(const IValue& v) { return v.isTensor() && v.toTensor().defined() && v.toTensor().unsafeGetTensorImpl()->is_wrapped_number(); }
 
+// The tensor that the log keeps of it: one for all equal numbers.
+inline const Tensor& number_of(const Tensor& t) {
+  static thread_local std::unordered_map<std::string, Tensor> known;
+  constexpr size_t kMost = 4096;
+  if (known.size() >= kMost) known.clear();
+  std::string value(static_cast<const char*>(t.const_data_ptr()), t.nbytes());
+  value.push_back(static_cast<char>(t.scalar_type()));
+  return known.try_emplace(std::move(value), t).first->second;
+}
+
 inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inputs) {
   call.args.reserve(inputs.size());
   int at = 0;
   for (const IValue& v : inputs) {
-    if (is_number(v)) call.args.push_back(v);
+    if (is_number(v)) call.args.emplace_back(number_of(v.toTensor()));
     else if (v.isTensor()) read_tensor(log, call, at, 0, v.toTensor()), call.args.emplace_back();
     else if (v.isTensorList()) {
       for (const Tensor& t : v.toTensorVector()) read_tensor(log, call, at, 0, t), call.usable &= t.defined();

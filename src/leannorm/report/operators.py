@@ -76,6 +76,7 @@ _BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
         "log": lambda x, leaf: (x * x).log(),
         "clamp": lambda x, leaf: x.clamp(-0.1, 0.5),
         "relu": lambda x, leaf: F.relu(x),
+        "relu_": lambda x, leaf: F.relu(x, inplace=True),
         "sigmoid": lambda x, leaf: x.sigmoid(),
         "tanh": lambda x, leaf: x.tanh(),
         "leaky_relu_": lambda x, leaf: F.leaky_relu(x, inplace=True),
