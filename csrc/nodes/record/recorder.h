@@ -46,8 +46,10 @@ inline void read_tensor(Log& log, Call& call, int at, int place, const Tensor& t
   const size_t known = log.values.size();
   const int v = log.value_or_new(t);
   Value& x = log.values[v];
-  const bool is_new = log.values.size() > known, is_empty = x.storage_bytes == 0 && x.state == Value::kFree;  // as a language model's cache is at first
-  if (is_empty || (is_new && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0))  // a norm's weight, before it is freed
+  const bool is_new = log.values.size() > known;
+  const bool is_empty = x.storage_bytes == 0 && x.made.numel() == 0;  // as the cache of a language model is at first
+  const bool is_freed_later = is_new && t.dim() == 1 && x.storage_bytes <= kCopied && gathered(log, t) > 0;  // as a norm's weight may be
+  if (is_freed_later || (is_empty && x.state == Value::kFree))
     x.held = copy_of(t, x.made), x.sample = Sample::of(x.held), x.copied = true, x.state = Value::kHeld;
   if (is_new) {
     const Tensor base = base_of(t);
@@ -111,14 +113,16 @@ template <class Visit> void for_written(const Rule& rule, c10::ArrayRef<const IV
 // Whether it is a Python number for which torch has made a tensor, which nothing else reads or writes.
 inline bool is_number(const IValue& v) { return v.isTensor() && v.toTensor().defined() && v.toTensor().unsafeGetTensorImpl()->is_wrapped_number(); }
 
-// The tensor that the log keeps of it: one for all equal numbers.
+// The tensor that the log keeps of it: a copy, since a call may write into torch's own, and one for all equal numbers.
 inline const Tensor& number_of(const Tensor& t) {
   static thread_local std::unordered_map<std::string, Tensor> known;
   constexpr size_t kMost = 4096;
   if (known.size() >= kMost) known.clear();
   std::string value(static_cast<const char*>(t.const_data_ptr()), t.nbytes());
   value.push_back(static_cast<char>(t.scalar_type()));
-  return known.try_emplace(std::move(value), t).first->second;
+  Tensor& kept = known[std::move(value)];
+  if (!kept.defined()) kept = copy_of(t, Geometry::of(t)), kept.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return kept;
 }
 
 inline void read_arguments(Log& log, Call& call, c10::ArrayRef<const IValue> inputs) {

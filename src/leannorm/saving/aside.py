@@ -34,15 +34,14 @@ _passes = 0  # open in all threads
 class PassHooks:
     """Saved-tensor hooks, set within the context. `stepped_aside`: whether they were removed for a while."""
 
-    stepped_aside = _is_gone = False
-
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         self._hooks = pack, unpack
+        self.stepped_aside = self._is_gone = False
 
     def __enter__(self) -> PassHooks:
         _count(1)
         _thread.open.append(self)
-        _autograd._push_saved_tensors_default_hooks(*self._hooks)
+        self._set()
         return self
 
     def __exit__(

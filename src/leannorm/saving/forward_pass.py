@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +31,7 @@ _NAMED = 3  # tensors that a reason names
 _NEARLY = 1.01
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The arguments of `lean()`, checked."""
 
     policy: Policy
@@ -43,13 +40,13 @@ class Settings:
     verify: bool
     head: bool = False
 
-    @cached_property
+    @property
     def may_be_small(self) -> bool:
         """Whether a small pass may be left as it is, as no setting asks for something else."""
         plain = self.goal in (None, HALF)
         return plain and self.hooks is None and not (self.verify or self.head)
 
-    @cached_property
+    @property
     def may_be_watched(self) -> bool:
         """Whether the setting allows an overhead in time, which is then measured on the user's own steps."""
         return self.goal is not None and self.goal.promises_time and not (self.hooks or self.verify)

@@ -141,22 +141,29 @@ class FirstTensor:
             return self._pack(tensor, nbytes_of(tensor))
 
     def _pack(self, tensor: Tensor, nbytes: int) -> Kept | Timed:
-        kept = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        kept = kept_of(tensor)
         if self.is_over or get_ident() != self._thread:
             return kept
         is_data = not is_parameter(tensor)
         if is_data:
             self.kept.append(kept)
-        timer = self._timer
         if is_data or self._most < 0:
-            if timer is not None:
-                timer.size = nbytes
-            if self._least <= nbytes <= self._most:
-                self.is_over = self.hooks is not None and self.hooks.remove()
-            else:
-                self.is_over = self._look()
-        is_timed, self._is_timed = self._is_timed, False
-        return Timed(partial(read, kept), timer) if is_timed and timer is not None else kept
+            self._decide(nbytes)
+        timer, self._is_timed = self._timer if self._is_timed else None, False
+        return kept if timer is None else Timed(partial(read, kept), timer)
+
+    def _decide(self, nbytes: int) -> None:
+        if self._timer is not None:
+            self._timer.size = nbytes
+        if self._least <= nbytes <= self._most:
+            self.is_over = self.hooks is not None and self.hooks.remove()
+        else:
+            self.is_over = self._look()
+
+
+def kept_of(tensor: Tensor) -> Kept:
+    """What is packed for a tensor that is kept, for `read` to unpack."""
+    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
 def read(kept: Kept) -> Tensor:
@@ -172,8 +179,6 @@ def read(kept: Kept) -> Tensor:
 @left_to_python
 def unpack(packed: Kept | Timed) -> Tensor:
     """The unpack hook of passes that are not recorded: it gets tensors, and a timed pass's first one."""
-    if type(packed[0]) is Tensor and packed[0]._version == packed[1]:
-        return packed[0]
     if not isinstance(packed, Timed):
         return read(packed)
     packed.timer.reach()

@@ -245,7 +245,7 @@ def _read(log: Log, call: Call, at: int, place: int, tensor: Tensor) -> None:
         return
     v = log.value_or_new(tensor, call.rule.slack if at in call.rule.writes else 0)
     x, shape = log.values[v], geometry_of(tensor)
-    if not x.storage_bytes and x.state == FREE:  # as a language model's cache is at first
+    if x.state == FREE and not x.storage_bytes and not x.made.numel:  # as a language model's cache at first
         x.held, x.copied, x.state = copy_of(over(tensor.untyped_storage(), x.made), x.made), True, HELD
     same = shape == x.made
     if not same and shape.extent > x.made.extent:  # it shows memory that its call has not made
