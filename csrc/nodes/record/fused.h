@@ -7,8 +7,8 @@
 namespace leannorm::recording {
 
 struct Fused {
-  int norm;                 // the norm's result
-  int sum = -1, other = -1;  // the sum's result, and what it adds to the norm's
+  int norm = -1, sum = -1;  // their results
+  int other = -1;           // what the sum adds to the norm's result
   std::string act = "identity";
   uint64_t kind = 0;  // by which `Trust` counts it
 };
@@ -28,7 +28,7 @@ inline bool is_plain_norm(const Log& log, int v) {
   return !adds && argument(kActivation).isString() && argument(kActivation).toStringRef() == "identity";
 }
 
-// How the value is made by one call, if it is. `passes(u)`: whether `u` is read by the next call of these alone.
+// How the value is made by one call, if it is. `passes(u)`: whether the next of these calls, and nothing else, reads `u`.
 template <class Passes> std::optional<Fused> fused_of(Log& log, int v, const Passes& passes) {
   const Value& top = log.values[v];
   if (top.call < 0 || top.out != 0 || (log.calls[top.call].rule->act.empty() && log.calls[top.call].rule->kind != Kind::kSum)) return {};
@@ -39,30 +39,31 @@ template <class Passes> std::optional<Fused> fused_of(Log& log, int v, const Pas
     const Geometry& made = log.values[read.value].made;
     return read.geometry < 0 && made.dtype == top.made.dtype && made.sizes == top.made.sizes && made.strides == top.made.strides && made.offset == 0;
   };
-  Fused found{v};
+  Fused found;
+  int at = v;  // from the value back to the norm's result
   const auto go_back = [&](const Read& to) {
-    found.kind = found.kind * 0x9E3779B97F4A7C15ull + kind_of(log, log.calls[log.values[found.norm].call]);
-    found.norm = to.value;
-    const int call = log.values[to.value].call;
+    found.kind = mixed(found.kind, kind_of(log, log.calls[log.values[at].call]));
+    at = to.value;
+    const int call = log.values[at].call;
     return call >= 0 && log.calls[call].flags == flags && log.calls[call].usable;
   };
   if (const Call& call = log.calls[top.call]; !call.rule->act.empty()) {
     if (call.reads.size() != 1 || !is_like_top(call.reads[0]) || !passes(call.reads[0].value) || !go_back(call.reads[0])) return {};
     found.act = call.rule->act;
   }
-  const Call& sum = log.calls[log.values[found.norm].call];
+  const Call& sum = log.calls[log.values[at].call];
   const bool adds = sum.rule->name == "aten::add" || sum.rule->name == "aten::add_";
   if (adds && sum.reads.size() == 2 && is_like_top(sum.reads[0]) && is_like_top(sum.reads[1]) && sum.args[2].isInt() && sum.args[2].toInt() == 1) {
-    for (const int at : {0, 1}) {
-      const Read &one = sum.reads[at], &other = sum.reads[1 - at];
+    for (const int side : {0, 1}) {
+      const Read &one = sum.reads[side], &other = sum.reads[1 - side];
       if (one.value == other.value || !is_plain_norm(log, one.value) || !passes(one.value)) continue;
-      found.sum = found.norm, found.other = other.value;
+      found.sum = at, found.other = other.value;
       if (!go_back(one)) return {};
       break;
     }
   }
-  if (found.norm == v || !is_plain_norm(log, found.norm)) return {};
-  found.kind = found.kind * 0x9E3779B97F4A7C15ull + kind_of(log, log.calls[log.values[found.norm].call]);
+  if (at == v || !is_plain_norm(log, at)) return {};
+  found.norm = at, found.kind = mixed(found.kind, kind_of(log, log.calls[log.values[at].call]));
   return found;
 }
 

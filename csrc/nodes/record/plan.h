@@ -39,7 +39,7 @@ struct Places {
 
 inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype, int64_t number) {
   uint64_t h = std::hash<std::string>()(kind) + static_cast<uint64_t>(dtype);
-  const auto mix = [&h](int64_t v) { h = (h ^ static_cast<uint64_t>(v)) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
+  const auto mix = [&h](int64_t v) { h = mixed(h, static_cast<uint64_t>(v)); };
   mix(number), mix(static_cast<int64_t>(sizes.size()));
   for (size_t i = 0; i < sizes.size(); ++i) mix(sizes[i]), mix(strides[i]);
   return h;

@@ -160,7 +160,7 @@ class Replay {
     const bool is_trusted = fused && trust().is_enough(fused->kind);
     if (!fused || trust().is_refused(fused->kind) || (!is_trusted && trust().is_vain(fused->kind))) return one_by_one(number);
     Tensor at_once = made_at_once(*fused);
-    if (!is_trusted) return one_by_one(number), compare(*fused, at_once, log_.values[v].rebuilt);
+    if (!is_trusted) return one_by_one(number), judge(fused->kind, at_once, log_.values[v].rebuilt);
     keep(v, std::move(at_once));
     if (fused->other >= 0) used(fused->other);
     for_inputs(log_, log_.calls[log_.values[fused->norm].call], [this](int in) { used(in); });
@@ -183,11 +183,11 @@ class Replay {
     const Value& x = log_.values[v];
     return x.state == Value::kDropped && x.refs == 1 && x.saves == 0 && !x.held.defined() && !x.rebuilt.defined() && !x.elsewhere;
   }
-  static void compare(const Fused& fused, const Tensor& at_once, const Tensor& one_by_one) {
+  static void judge(uint64_t kind, const Tensor& at_once, const Tensor& one_by_one) {
     const Bits found = compared(at_once, one_by_one);
-    trust().looked(fused.kind);
-    if (found == Bits::kOther) trust().refuse(fused.kind);
-    if (found == Bits::kSame && has_several_values(at_once)) trust().confirm(fused.kind);
+    trust().looked(kind);
+    if (found == Bits::kOther) trust().refuse(kind);
+    if (found == Bits::kSame && has_several_values(at_once)) trust().confirm(kind);
   }
   Tensor made_at_once(const Fused& fused) {
     const int number = log_.values[fused.norm].call;

@@ -125,7 +125,6 @@ inline std::unique_ptr<Rule> rule_of(const c10::OperatorHandle& op) {
     made->writes.append(of.writes.begin(), of.writes.end());
     if (!of.instead.empty()) made->instead = operator_named(of.instead), made->sources = of.sources;
     made->by_statistics = made->instead && made->sources.empty();
-    if (made->by_statistics && !made->instead->hasKernelForDispatchKey(c10::DispatchKey::CPU)) made->instead.reset(), made->by_statistics = false;
   }
   made->whole = made->kind != Kind::kSkip && !mutates && name.name.rfind("aten::", 0) == 0 && op.hasKernelForDispatchKey(c10::DispatchKey::Autograd) &&
                 !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);

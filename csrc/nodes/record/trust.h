@@ -53,9 +53,14 @@ inline Trust& trust() {
   return *known;
 }
 
+inline uint64_t mixed(uint64_t h, uint64_t v) {
+  h = (h ^ v) * 0x9E3779B97F4A7C15ull;
+  return h ^ h >> 29;
+}
+
 inline uint64_t hash_of(const Log& log, const Call& call) {
   uint64_t h = call.rule->id;
-  const auto mix = [&h](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull, h ^= h >> 29; };
+  const auto mix = [&h](uint64_t v) { h = mixed(h, v); };
   const auto mix_double = [&](double d) { uint64_t bits; std::memcpy(&bits, &d, sizeof bits), mix(bits); };
   mix(call.grad_mode), mix(log.flags_of(call));
   for (const IValue& v : call.args) {

@@ -139,7 +139,10 @@ class Walk {
     if (product && !policy.everything && (!policy.products || is_costly(log_, call))) return refuse(Why::kNotRepeated, v);
     bool needed = false;  // if so, it is decided already how the call is made again
     for (const int out : call.outs) needed |= log_.values[out].state == Value::kDropped;
-    if (!needed) call.by_result = by_result(call, v) && !trust().is_refused(kind_of(log_, call) | 1);
+    if (!needed) {
+      call.by_result = by_result(call, v);
+      call.by_result = call.by_result && !trust().is_refused(kind_of(log_, call));
+    }
     if (!call.by_result && !call.rule->again) return refuse(Why::kNever, v);
     if (call.by_result && of.out != 0) return refuse(Why::kNotAtHand, v);
     if (trust().is_refused(kind_of(log_, call))) return refuse(Why::kOtherBits, v);

@@ -23,7 +23,7 @@ from leannorm.saving.logged import UNKNOWN, WANTS, Call, Read, Value
 from leannorm.saving.rates import Rates
 from leannorm.saving.unbuilt import MAY_WAIT, READ_ROWS
 
-_NORMALIZES = 0.35  # of a batch norm's time, what it takes if its statistics are known
+_NORMALIZES = 0.35  # the share of a batch norm's time that a call takes to which its statistics are given
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
 
 
