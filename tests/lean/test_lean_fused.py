@@ -208,8 +208,9 @@ def test_a_network_in_several_threads(threads, layout):
         torch.set_num_threads(before)
 
 
-def test_a_plan_counts_one_call(monkeypatch):
-    """A sum costs what it adds, an activation nothing, and what is between them takes no memory."""
+@pytest.fixture
+def timelines(monkeypatch):
+    """Those that plans are made of."""
     made = []
 
     class Noted(Timeline):
@@ -218,14 +219,23 @@ def test_a_plan_counts_one_call(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(planned_pass, "Timeline", Noted)
+    return made
+
+
+def rebuilt_by_name(timeline):
+    return {timeline.calls[value.call].name: value for value in timeline.values if value.makes}
+
+
+def test_a_plan_counts_one_call(timelines):
+    """A sum costs what it adds, an activation nothing, and what is between them takes no memory."""
     x, other = image(), image()
     norm = norm_of(x)
     with lean(budget=0.5):
         y = norm(x * 2)
         loss = (y + other * 3).relu().square().sum()
     loss.backward()
-    (timeline,) = made
-    by_name = {timeline.calls[value.call].name: value for value in timeline.values if value.makes}
+    (timeline,) = timelines
+    by_name = rebuilt_by_name(timeline)
     one, added, top = (by_name[f"aten::{name}"] for name in ("native_batch_norm", "add", "relu"))
     assert timeline.values[top.follows] is added
     assert timeline.values[added.follows] is one
@@ -233,3 +243,25 @@ def test_a_plan_counts_one_call(monkeypatch):
     assert timeline.price_of(added) == timeline.slower * other.nbytes / timeline.rates.memory
     fused = {timeline.calls[timeline.values[i].call].name for i in timeline.fused}
     assert fused == {"aten::native_batch_norm", "aten::add"}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "share"),
+    [
+        (nn.BatchNorm2d, "aten::native_batch_norm", 0.35),  # computes the statistics in passes of its own
+        (
+            leannorm.nn.BatchNorm2d,
+            "leannorm::channel_forward_tracked_",
+            0.7,
+        ),  # while the memory is in a cache
+    ],
+)
+def test_the_price_of_a_norm_with_known_statistics(make, name, share, timelines):
+    x, norm = image(), make(8)
+    with lean(budget=0.5):
+        loss = norm(x * 2).relu().square().sum()
+    loss.backward()
+    (timeline,) = timelines
+    one = rebuilt_by_name(timeline)[name]
+    timeline.taken[one.call] = 1.0
+    assert timeline.price_of(one) == share
