@@ -187,13 +187,14 @@ def test_what_took_the_place_of_its_copy_is_read_again():
     assert reasons == [[]] * 4
 
 
-@pytest.mark.parametrize("goal", [{"peak": 1.0}, {"budget": 1.0}], ids=str)
+@pytest.mark.parametrize("goal", [{"peak": 0.985}, {"budget": 0.95}], ids=str)
 def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
     hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
+    other, x = nn.Linear(32, 2000), torch.randn(64, 32)
     target, saved = torch.randint(0, 500, (64,)), lean(**goal)
-    run = lambda: F.cross_entropy(head(hidden).float(), target)  # noqa: E731
+    run = lambda: F.cross_entropy(head(hidden).float(), target) + F.silu(other(x)).square().mean()  # noqa: E731
     for _ in range(2):
-        assert_stock(run, list(head.parameters()), saved)
+        assert_stock(run, [*head.parameters(), *other.parameters()], saved)
     assert held(saved, "aten::_log_softmax") == 0
     assert held(saved, "source of a cast") == 64 * 500 * 2
     assert saved.kept_bytes <= saved.plan.kept_bytes
@@ -203,12 +204,12 @@ def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
     """Each of both layers could be rebuilt; the logits' price brings 2 bytes a value, not 4."""
     first, head = nn.Linear(64, 512).bfloat16(), nn.Linear(512, 1024).bfloat16()
     x, target = torch.randn(128, 64).bfloat16(), torch.randint(0, 1024, (128,))
-    saved = lean(budget=0.8)
+    saved = lean(budget=0.6)
     run = lambda: F.cross_entropy(head(F.silu(first(x))).float(), target)  # noqa: E731
     for _ in range(2):
         assert_stock(run, [*first.parameters(), *head.parameters()], saved)
     assert held(saved, "source of a cast") == 128 * 1024 * 2
-    assert saved.plan.ratio <= 0.8
+    assert saved.plan.ratio <= 0.6
 
 
 def test_logits_of_float32_are_no_narrow_ones():

@@ -178,8 +178,8 @@ inline void save(SavedObject& s, const Tensor& t, const Tensor& whole) {
   if (!leaf && log.limit && !is_on_device(x.made)) return log.limit->saved(log, x.storage_bytes);
   if (log.limit && is_on_device(x.made)) log.meets(kBeyondLimit);
   const bool waits = !log.open.empty() && x.call == log.open.back();
-  x.narrow = !drops && log.following.back()->narrows && may_be_narrow(log, x);
-  const bool decides = !leaf && (drops || x.narrow);
+  x.takes = planned ? log.following.back()->takes : nullptr;
+  const bool decides = !leaf && drops;
   if (waits && decides) log.calls[x.call].waiting.push_back(v);
   else if (decides) decide(log, v);
   if (Value& made = log.values[v]; made.why == Why::kNotAtHand && is_made_by_checkpoint(whole)) made.why = Why::kCheckpointed;

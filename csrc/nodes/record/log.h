@@ -140,6 +140,7 @@ struct Log {
   int passes = 0;           // open passes, which write into this log
   std::shared_ptr<Exposed> exposed;
   std::vector<Follower*> following;  // one for each open pass
+  std::unordered_set<std::shared_ptr<const void>> plans;  // that they have followed, into which `Value::takes` points
   // If a plan may be made from an open pass, the log also notes gradients, what was saved, and when memories were freed.
   bool may_plan = false;
   std::vector<Save> saves;

@@ -87,7 +87,7 @@ struct Pass {
     log->asked.push_back(asked);
     ++log->passes, first = follower.first = log->listed.size(), first_call = log->calls.size(), first_pack = log->packs, first_other = log->others.size();
     const bool planned = !way.is_none();
-    follower.narrows = planned && way.attr("narrows").cast<bool>(), follower.chooses = planned && way.attr("moves").cast<bool>();
+    follower.chooses = planned && way.attr("moves").cast<bool>();
     follower.policy = log->policy = policy, follower.way = std::move(way);
     log->following.push_back(&follower);
     follower.set_may_plan(*log, planned);

@@ -27,12 +27,13 @@ inline const std::string* lasting(const std::string& name) {
 }
 
 // A plan's decisions on the tensors that a pass saves, in order: a hash of each, whether it is dropped, whether it is moved
-// if it is kept, why it is kept.
+// if it is kept, why it is kept; if it is dropped, what is kept instead (`Value::takes`).
 struct Places {
   struct Place {
     uint64_t sign;
     bool drops, moves;
     Cause cause;
+    std::vector<int> takes;
   };
   std::vector<Place> list;
 };
@@ -46,8 +47,7 @@ inline uint64_t sign_of(const std::string& kind, c10::IntArrayRef sizes, c10::In
 }
 
 // How far one pass has followed its plan. If the pass differs from the plan, or there is none, Python decides:
-// way.ask(place, (kind, sizes, strides, dtype, number)) -> (whether it is dropped, whether it is moved if it is kept, why it is
-// kept, the plan from here on).
+// way.ask(place, (kind, sizes, strides, dtype, number)) -> `Answer` of saving/planned_pass.py.
 struct Follower {
   Policy policy;
   std::shared_ptr<Places> plan;
@@ -56,9 +56,9 @@ struct Follower {
   size_t first = 0;  // the first of the log's listed values that the pass saved
   bool may_plan = false;  // a plan may be made from the pass
   Cause cause;
-  bool narrows = false;  // the plan may keep a source instead, which takes time that a plan for an overhead does not count
   bool chooses = false;  // the plan chooses what `Asked::hold` gets; otherwise that is all that is kept
   bool moves = true;     // its choice for the last place
+  const std::vector<int>* takes = nullptr;  // likewise
   std::function<void()> note, renew;  // of the pass: called when a backward pass begins, and when another step follows it
   size_t number = 0;  // of the pass, among those of the log
   int64_t noted = 0;  // how many saved tensors the pass had when the backward pass began
@@ -82,15 +82,19 @@ struct Follower {
     const auto at = static_cast<size_t>(++place);
     const int64_t number = x.number - static_cast<int64_t>(first);
     const std::string& kind = x.call < 0 ? unknown : log.calls[x.call].rule->name;
+    takes = nullptr;
     if (plan && at < plan->list.size()) {
       const Places::Place& planned = plan->list[at];
-      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number)) return cause = planned.cause, moves = planned.moves, planned.drops;
+      if (planned.sign == sign_of(kind, t.sizes(), t.strides(), t.scalar_type(), number))
+        return cause = planned.cause, moves = planned.moves, takes = &planned.takes, planned.drops;
     }
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
     const py::tuple answer = way.attr("ask")(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype_of(t.scalar_type()), number));
     const auto [why, of] = answer[2].cast<std::pair<int, std::string>>();
-    plan = answer[3].is_none() ? nullptr : answer[3].cast<std::shared_ptr<Places>>();
+    plan = answer[4].is_none() ? nullptr : answer[4].cast<std::shared_ptr<Places>>();
     cause = {static_cast<Why>(why), lasting(of)}, moves = answer[1].cast<bool>();
+    if (plan) log.plans.insert(plan);
+    if (plan && at < plan->list.size()) takes = &plan->list[at].takes;
     log.policy = plan ? by_plan(policy) : policy;
     if (at == 0 && plan) set_may_plan(log, false);
     return answer[0].cast<bool>();
@@ -228,14 +232,15 @@ inline py::tuple timeline_of(Log& log, const Follower& of, size_t first, int64_t
 
 inline void add_plans(py::module_ module) {
   py::class_<Places, std::shared_ptr<Places>>(module, "Places")
-      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<bool>& moves, const std::vector<int>& whys, const std::vector<std::string>& of) {
+      .def(py::init([](const py::iterable& calls, const std::vector<bool>& drops, const std::vector<bool>& moves, const std::vector<int>& whys, const std::vector<std::string>& of,
+                       const std::vector<std::vector<int>>& takes) {
         auto made = std::make_shared<Places>();
         size_t i = 0;
         for (const auto one : calls) {
           const py::tuple call = py::reinterpret_borrow<py::tuple>(one);
           const auto dtype = reinterpret_cast<THPDtype*>(call[3].ptr())->scalar_type;
           const auto sizes = call[1].cast<std::vector<int64_t>>(), strides = call[2].cast<std::vector<int64_t>>();
-          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), moves.at(i), {static_cast<Why>(whys.at(i)), lasting(of.at(i))}});
+          made->list.push_back({sign_of(call[0].cast<std::string>(), sizes, strides, dtype, call[4].cast<int64_t>()), drops.at(i), moves.at(i), {static_cast<Why>(whys.at(i)), lasting(of.at(i))}, takes.at(i)});
           ++i;
         }
         return made;

@@ -60,7 +60,7 @@ struct Value {
   bool lost = false;     // it was overwritten without the dispatcher
   bool listed = false;   // a pass lists it as saved, at `number`
   int number = 0;
-  bool narrow = false;     // a plan keeps it, and would rather keep its source in a narrower dtype
+  const std::vector<int>* takes = nullptr;  // of what it is made of, by position: what its plan keeps instead of it
   bool in_rows = false;    // its gradient can read it some rows at a time
   bool waits = false;      // if it is dropped, nodes may get a stand-in for it
   bool pinned = false;     // a node has saved it as a leaf, so that an edit is an error in plain PyTorch too

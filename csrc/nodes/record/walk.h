@@ -47,7 +47,7 @@ class Walk {
     ++log.stamp;
   }
 
-  bool at_once = false;    // the walk goes back only one call
+  const std::vector<int>* takes = nullptr;  // as in `Value`
   std::vector<int> taken;  // values that no node has saved, to be kept instead of the dropped one
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> owned;  // keeps their memory, which another thread may free when a message ends
   Why why = Why::kNone;
@@ -62,7 +62,7 @@ class Walk {
     if (x.state == Value::kDropped) return are_filled(log_, v);
     if (x.seen == log_.stamp) return x.can;
     x.seen = log_.stamp, x.can = false;
-    const bool can = (x.outlives && take(v)) || (at_once && v != top_ ? take(v) : made_again(v, depth) || take(v));
+    const bool can = (x.outlives && take(v)) || made_again(v, depth) || take(v);
     return log_.values[v].can = can;
   }
 
@@ -77,7 +77,8 @@ class Walk {
     if (why == Why::kNone || reason == Why::kCheckpointed || (v == top_ && !is_final)) why = reason;
     return false;
   }
-  bool take(int v) {  // whether it can be kept although no node has saved it; then it is in `taken`
+  // Whether it can be kept although no node has saved it; then it is in `taken`. `planned`: a plan counts its bytes.
+  bool take(int v, bool planned = false) {
     Value& x = log_.values[v];
     if (v == top_ || log_.memories[x.memory].sent) return false;
     const auto storage = log_.at_hand(v);
@@ -89,21 +90,29 @@ class Walk {
       if (x.storage_bytes <= kCopied && (may_copy_ -= x.storage_bytes) < 0) return false;  // more would be kept than dropped
       return taken.push_back(v), true;
     }
-    const auto source = x.storage_bytes > may_hold_ ? coding::source_of_cast(log_, x) : std::nullopt;
+    const auto source = planned || x.storage_bytes > may_hold_ ? coding::source_of_cast(log_, x) : std::nullopt;
     const int64_t bytes = source ? x.made.numel() * static_cast<int64_t>(c10::elementSize(*source)) : x.storage_bytes;
-    if (bytes > may_hold_) return false;
-    may_hold_ -= bytes, x.as = source ? Value::kNarrow : Value::kWhole;
+    if (!planned && bytes > may_hold_) return false;
+    may_hold_ -= planned ? 0 : bytes, x.as = source ? Value::kNarrow : Value::kWhole;
     return taken.push_back(v), true;
   }
+  // Whether the plan keeps `in` instead of the value that is made of it.
+  bool keeps(const Call& call, int v, int in) {
+    Value& x = log_.values[in];
+    if (x.held.defined() || x.state == Value::kDropped || x.seen == log_.stamp) return is_available(in);
+    if (!take(in, true) && !copies(call, v, in, true)) return false;
+    x.seen = log_.stamp;
+    return x.can = true;
+  }
   // Whether `in` is gone, but can be copied out of the concatenation `v`. Dense blocks read a part often, and share the copy.
-  bool copies(const Call& call, int v, int in) {
+  bool copies(const Call& call, int v, int in, bool planned = false) {
     Value& x = log_.values[in];
     if (v != top_ || call.rule->name != "aten::cat" || x.held.defined() || x.state == Value::kDropped) return false;
-    if (x.made.dtype != log_.values[v].made.dtype || x.made.offset != 0 || x.storage_bytes > may_hold_ ||
+    if (x.made.dtype != log_.values[v].made.dtype || x.made.offset != 0 || (!planned && x.storage_bytes > may_hold_) ||
         x.made.numel() * static_cast<int64_t>(c10::elementSize(x.made.dtype)) != x.storage_bytes || x.made.extent() != x.storage_bytes) return false;
     for (const Read& one : call.reads)
       if (log_.geometry_of(one).sizes.size() != log_.values[v].made.sizes.size() || (one.value == in && one.geometry >= 0)) return false;
-    may_hold_ -= x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
+    may_hold_ -= planned ? 0 : x.storage_bytes, x.can = true, x.runs = x.sums = x.products = 0, x.as = Value::kPart, x.instead = v;
     return taken.push_back(in), true;
   }
   // Whether the results are kept from which the call's first one is computed faster.
@@ -146,10 +155,12 @@ class Walk {
     if (!call.by_result && !call.rule->again) return refuse(Why::kNever, v);
     if (call.by_result && of.out != 0) return refuse(Why::kNotAtHand, v);
     if (trust().is_refused(kind_of(log_, call))) return refuse(Why::kOtherBits, v);
-    int runs = 1, sums = 0, products = 0;
+    int runs = 1, sums = 0, products = 0, position = 0;
     bool all = true;
     for_inputs(log_, call, [&](int in) {
-      if (!(all = all && (is_available(in, depth - 1) || copies(log_.calls[of.call], v, in)))) return;
+      const bool planned = v == top_ && takes != nullptr && std::find(takes->begin(), takes->end(), position) != takes->end();
+      ++position;
+      if (!(all = all && ((planned && keeps(call, v, in)) || is_available(in, depth - 1) || copies(call, v, in)))) return;
       const Value& x = log_.values[in];
       if (x.held.defined()) return;
       runs = policy.by_plan ? std::max(runs, x.runs + 1) : runs + x.runs, sums = std::max(sums, x.sums), products = std::max(products, x.products);
@@ -282,13 +293,6 @@ inline void hold_again(Log& log, int v, Tensor held) {
   for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
 }
 
-// Whether the value is a log-softmax that a plan keeps, and the cast that it read can be kept in its source's dtype instead.
-inline bool may_be_narrow(const Log& log, const Value& x) {
-  if (x.state != Value::kHeld || x.call < 0 || log.calls[x.call].rule->name != "aten::_log_softmax" || log.calls[x.call].reads.size() != 1) return false;
-  const Value& in = log.values[log.calls[x.call].reads[0].value];
-  return in.state == Value::kFree && in.call >= 0 && log.calls[in.call].rule->name == "aten::_to_copy";
-}
-
 // Drops a saved value that is kept, if it can be rebuilt.
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
@@ -300,14 +304,13 @@ inline void decide(Log& log, int v) {
   if (elements < log.policy.smallest) return;
   if (!log.policy.everything && elements * log.policy.much_larger <= log.largest) return void(x.why = Why::kSmaller);
   const Tensor was = std::exchange(x.held, {});
-  Walk walk(log, v, x.narrow ? log.values[v].storage_bytes * 3 / 4 : 0);
-  walk.at_once = x.narrow;
+  Walk walk(log, v, 0);
+  walk.takes = x.takes;
   bool can = walk.is_available(v);
   const Why why = walk.why;
   const Cause cause = walk.cause;
   std::vector<int> taken = std::move(walk.taken);
   auto owned = std::move(walk.owned);
-  if (log.values[v].narrow && !can) return void(log.values[v].held = was);
   if (!can) {  // try again with smaller values that no node has saved, such as the source of a cast
     Walk again(log, v, log.values[v].storage_bytes * 3 / 4);
     can = again.is_available(v), taken = std::move(again.taken), owned = std::move(again.owned);

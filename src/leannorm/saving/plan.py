@@ -25,7 +25,9 @@ Call = tuple[Any, ...]  # node, shape, strides and dtype of a saved tensor, and 
 class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
-    `places`: for each value of the step, the tensors that share its memory, by index. `recording`: the share
+    `places`: for each value of the step, the tensors that share its memory, by index. `pieces`: by value that
+    no node saves, where it is kept if others are made of it: the tensor, and the position among what that is
+    made of. `recording`: the share
     of a step that recording took, 0 if it was not measured. `whys`: for tensors that cannot be rebuilt, by
     index, the reason. `again`: the same pass at the prices of another one, by the seconds of its calls; None
     if they say nothing.
@@ -34,6 +36,7 @@ class Pass(NamedTuple):
     calls: tuple[Call, ...]
     lines: Lines
     places: tuple[tuple[int, ...], ...]
+    pieces: Mapping[int, tuple[tuple[int, int], ...]] = {}
     hooks: float = 0.0  # seconds that the hooks themselves take if everything is kept
     whys: Mapping[int, Cause] = {}
     again: Callable[[Taken], Pass | None] | None = None
@@ -41,7 +44,7 @@ class Pass(NamedTuple):
 
     def without_lines(self) -> Pass:
         """The pass without its step, which takes megabytes and is not read by passes that follow the plan."""
-        return self._replace(lines=cast("Any", None), places=(), again=None)
+        return self._replace(lines=cast("Any", None), places=(), pieces={}, again=None)
 
     def rebuilding_in(self, times: float) -> Pass:
         """The pass if rebuilds take so many times the share of the step that its prices say. Its lines stay
@@ -69,7 +72,7 @@ def structure(call: Call) -> Hashable:
 
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt, or else moved to the
-    host; and what was `chosen`.
+    host; what is kept instead of it, by position among what it is made of; and what was `chosen`.
 
     `made_for`: the pass. `hooks`: its `share_of_hooks`. `asked`: the overhead that was allowed, if any.
     `measured`: the overhead that steps have taken, once it is known. `is_watched`: whether it is measured.
@@ -78,6 +81,7 @@ class RebuildPlan(NamedTuple):
     made_for: Pass
     rebuild: tuple[bool, ...]
     move: tuple[bool, ...]
+    take: tuple[tuple[int, ...], ...]
     chosen: Plan
     hooks: float
     asked: float | None = None
@@ -149,13 +153,22 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     return RebuildPlan(made_for, *_followed(made_for, chosen.point), chosen, hooks, asked)
 
 
-def _followed(made_for: Pass, point: Outcome) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """For each place, whether it is rebuilt, and whether it is moved."""
+def _followed(
+    made_for: Pass, point: Outcome
+) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[tuple[int, ...], ...]]:
+    """For each place, whether it is rebuilt, whether it is moved, and what is kept instead of it."""
     rebuilt = {place for i in point.again for place in made_for.places[i]}
     held = {place for places in made_for.places for place in places} - rebuilt
     # tensors without a place of their own, views and repeats, are rebuilt wherever the pass did so
     moved, places = {place for i in point.moved for place in made_for.places[i]}, range(len(made_for.calls))
-    return tuple(i not in held for i in places), tuple(i in moved for i in places)
+    take: dict[int, tuple[int, ...]] = {}
+    for place, position in (one for i in point.kept for one in made_for.pieces.get(i, ())):
+        take[place] = (*take.get(place, ()), position)
+    return (
+        tuple(i not in held for i in places),
+        tuple(i in moved for i in places),
+        tuple(take.get(i, ()) for i in places),
+    )
 
 
 def rungs(full: RebuildPlan) -> tuple[RebuildPlan, ...]:
@@ -165,7 +178,7 @@ def rungs(full: RebuildPlan) -> tuple[RebuildPlan, ...]:
     for point in by_overhead(passed.lines):
         nothing = frozenset[int]()
         short = point._replace(kept=nothing, again=nothing, moved=nothing, alive=(point.peak,))
-        rebuild, move = _followed(passed, point)
+        rebuild, move, take = _followed(passed, point)
         chosen = full.chosen._replace(point=short)
-        made.append(full._replace(made_for=whole, rebuild=rebuild, move=move, chosen=chosen, is_watched=True))
+        made.append(RebuildPlan(whole, rebuild, move, take, chosen, full.hooks, full.asked, is_watched=True))
     return tuple(made)

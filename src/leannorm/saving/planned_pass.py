@@ -11,8 +11,9 @@ import torch
 from leannorm.saving import cpp_log, host, reasons
 from leannorm.saving.plan import Call, Pass, Taken
 from leannorm.saving.plans import Following
+from leannorm.saving.policy import Answer
 from leannorm.saving.rates import Rates, of_table_alone, rates_for
-from leannorm.saving.reasons import NO_CAUSE, Cause, Why
+from leannorm.saving.reasons import Cause, Why
 from leannorm.saving.timeline import Timeline
 
 
@@ -24,22 +25,21 @@ class PlannedPass:
         self, following: Following, in_cpp: bool, moves: host.Moves | None, told: Counter[str]
     ) -> None:
         self.following, self._in_cpp, self._told = following, in_cpp, told
-        # whether the log may keep a log-softmax's narrower source instead, for which a time has no price
-        self.narrows = in_cpp and not following.goal.promises_time
+        # whether a cast may be kept in its source's dtype instead of another value: no price counts that time
+        self._narrows = in_cpp and not following.goal.promises_time
         self._moves, self.moves = moves, moves is not None  # whether the plan chooses what is moved
         self._calls: list[Call] = []
 
-    def ask(self, place: int, call: Call) -> tuple[bool, bool, Cause, Any]:
-        """Whether the tensor that is saved now, at this place, may be dropped; if kept, whether it is moved,
-        and why. For C++, the plan to follow from here on, as long as the pass does not differ from it."""
+    def ask(self, place: int, call: Call) -> Answer:
+        """What happens to the tensor that is saved now, at this place."""
         try:
             following, calls = self.following, self.calls(place)
             calls.append(call)
-            drops = following.rebuilds(calls)
-            moves = following.plan is None or following.plan.move[place]
-            return drops, moves, following.why(place), self._followed()
+            drops, plan = following.rebuilds(calls), following.plan
+            moves, takes = (True, ()) if plan is None else (plan.move[place], plan.take[place])
+            return Answer(drops, moves, following.why(place), takes, self._followed())
         except Exception:  # a plan is never worth an error in the forward pass
-            return True, True, NO_CAUSE, None
+            return Answer(True, True)
 
     def renew(self, ended: Any) -> None:
         """End a step whose saved tensors a backward pass has freed, and begin another one in the pass."""
@@ -76,7 +76,8 @@ class PlannedPass:
             causes = [self.following.why(place) for place in range(len(plan.rebuild))]
             whys, of = [int(cause.why) for cause in causes], [cause.of for cause in causes]
             drops, moves = list(plan.rebuild), list(plan.move)
-            entry.places = cpp_log.Places(plan.made_for.calls, drops, moves, whys, of)
+            takes = [list(one) for one in plan.take]
+            entry.places = cpp_log.Places(plan.made_for.calls, drops, moves, whys, of, takes)
         return entry.places
 
     def _passed(self, ended: Any, timeline: tuple[Any, ...]) -> Pass:
@@ -100,8 +101,8 @@ class PlannedPass:
         may_move: bool,
     ) -> Pass:
         codes, link = self.following.goal.peak is None, rates.link if may_move else 0.0
-        timeline = Timeline(told, rates, self.narrows, seconds, codes, link)
-        lines, places = timeline.lines()
+        timeline = Timeline(told, rates, self._narrows, seconds, codes, link)
+        lines, places, pieces = timeline.lines()
         kept = ((place, timeline.values[value]) for place, value, _ in timeline.saves if place >= 0)
         causes = {place: value.cause for place, value in kept if not value.makes}
         whys = {place: Cause(Why(why), of) for place, (why, of) in causes.items() if why}
@@ -120,4 +121,4 @@ class PlannedPass:
             return self._priced(told, rates, calls, least, may_move)
 
         hooks = rates.hold * len(timeline.saves)
-        return Pass(calls, lines, places, hooks=hooks, whys=whys, again=again)
+        return Pass(calls, lines, places, pieces, hooks=hooks, whys=whys, again=again)

@@ -1,8 +1,12 @@
-"""What a setting rebuilds: norms and other cheap calls, products too, or all that can be rebuilt."""
+"""What a setting rebuilds: norms and other cheap calls, products too, or all that can be rebuilt; and what a
+plan answers for one tensor."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from leannorm.saving.reasons import NO_CAUSE, Cause
 
 
 class Policy(NamedTuple):
@@ -23,6 +27,18 @@ class Policy(NamedTuple):
     def with_plan(self) -> Policy:
         """The same, where a plan decides how much is made again in a row."""
         return self._replace(sums=1 << 20, row=1 << 20, runs=2048, by_plan=True)
+
+
+class Answer(NamedTuple):
+    """What happens to a tensor that is saved: whether it may be dropped; if it is kept, whether it is moved,
+    and why. `takes`: of the values that it is made of, by position, those that are kept instead. `places`:
+    for C++, the plan to follow from here on, as long as the pass does not differ from it."""
+
+    drops: bool
+    moves: bool
+    cause: Cause = NO_CAUSE
+    takes: Collection[int] = ()
+    places: Any = None
 
 
 NORM, CONV, LEANEST = Policy(False), Policy(True), Policy(True, everything=True, row=6)

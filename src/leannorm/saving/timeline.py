@@ -20,6 +20,7 @@ from leannorm.planning.timeline import Moment, Step
 from leannorm.planning.timeline import Value as Planned
 from leannorm.saving.gradients import Gradients
 from leannorm.saving.logged import UNKNOWN, WANTS, Call, Read, Value
+from leannorm.saving.pieces import Pieces
 from leannorm.saving.rates import Rates
 from leannorm.saving.unbuilt import MAY_WAIT, READ_ROWS
 
@@ -40,7 +41,7 @@ class Timeline:
         codes: bool = True,
         link: float = 0.0,
     ) -> None:
-        """`narrows`: whether a cast's source may be kept instead of the log-softmax that is made of it.
+        """`narrows`: whether a cast may be kept in its source's dtype instead of what is made of it.
         `seconds`: what each call took; none on a device that runs behind its host. `codes`: whether what is
         kept counts in the fewer bytes that it gets some time later. `link`: bytes per second to the host; 0
         if nothing is moved there."""
@@ -49,7 +50,7 @@ class Timeline:
         self.calls = [Call(*call)._replace(reads=[Read(*read) for read in call[4]]) for call in calls]
         whole = [Value(*value) for value in values]
         self.values = whole if codes else [value._replace(coded=value.storage) for value in whole]
-        self.rates, self._narrows, self._link = rates, narrows, link
+        self.rates, self._link = rates, link
         self.taken = [*seconds[: len(self.calls)], *[0.0] * (len(self.calls) - len(seconds))]
         self.forward = max(len(self.calls), 1)
         self.born: dict[int, int] = {}  # by memory, the call that made it; -1 if it was there before
@@ -62,6 +63,7 @@ class Timeline:
             for read in call.reads:
                 self.read_last[read.value] = number
                 self.read_first.setdefault(read.value, number)
+        self.pieces = Pieces(self, narrows)
 
     def mirrored(self, call: int) -> int:
         """The moment of a call's backward pass; for -1, memory that was there before, the last moment."""
@@ -182,18 +184,6 @@ class Timeline:
     # ------------------------------------------------------------ the step
 
     @cached_property
-    def narrow(self) -> dict[int, int]:
-        """By widening cast, the log-softmax that is made of it, instead of which its source may be kept."""
-        saved, narrow = {value for _, value, _ in self.saves}, dict[int, int]()
-        for i, value in enumerate(self.values if self._narrows else []):
-            if not value.makes or len(value.inputs) != 1 or self._name(value) != "aten::_log_softmax":
-                continue
-            cast = self.values[value.inputs[0]]
-            if cast.makes and self._name(cast) == "aten::_to_copy" and value.inputs[0] not in saved:
-                narrow[value.inputs[0]] = i
-        return narrow
-
-    @cached_property
     def in_rows(self) -> set[int]:
         """The log-softmaxes that the backward pass, if it makes them again, makes some rows at a time."""
         whole = {i for value in self.values if value.makes for i in value.inputs}
@@ -207,7 +197,7 @@ class Timeline:
         users = Counter([value for _, value, _ in self.saves])
         users.update(i for value in self.values if value.makes for i in value.inputs)
         sources = (i for one in self.in_rows for i in self.values[one].inputs)
-        casts = {i for i in sources if users[i] == 1 and self._name(self.values[i]) == "aten::_to_copy"}
+        casts = {i for i in sources if users[i] == 1 and self.name_of(self.values[i]) == "aten::_to_copy"}
         return casts | {value.follows for value in self.values if value.follows >= 0}
 
     @cached_property
@@ -227,11 +217,13 @@ class Timeline:
             call.name != "aten::mul" or len({r.nbytes for r in call.reads}) == 1
         )
 
-    def _name(self, value: Value) -> str:
+    def name_of(self, value: Value) -> str:
+        """The operator that made it."""
         return self.calls[value.call].name if value.call >= 0 else ""
 
-    def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
-        """The lines of the step, and for each of its values the places of the tensors in its memory."""
+    def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...], dict[int, tuple[tuple[int, int], ...]]]:
+        """The lines of the step, for each of its values the places of the tensors in its memory, and
+        `Pass.pieces`."""
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
         ready: dict[int, int] = {}  # by value that may be moved: when it was first saved
         for place, value, call in self.saves:
@@ -245,13 +237,12 @@ class Timeline:
         results: dict[int, int] = defaultdict(int)
         for value in self.values:
             results[value.call] += value.makes
-        instead, beside = set(self.narrow.values()), set[int]()
         for i in self._in_order():
             value, own = self.values[i], tuple(sorted(places[i]))
-            by_place = () if i in instead else tuple(sorted(places[self.narrow.get(i, i)]))
             first = self.until[value.memory] + 1 if self.born[value.memory] >= 0 else 0
-            if i in self.narrow:  # the narrow copy is made at once
-                first = self.values[self.narrow[i]].call
+            is_piece = i in self.pieces.readers
+            if is_piece:
+                first = self.pieces.kept_from(i, first)
             if not value.makes:
                 before = self.born[value.memory] < 0 and not value.copied
                 held += value.storage if value.counts and before else 0
@@ -259,7 +250,7 @@ class Timeline:
                 moves = ready.get(i, -1) if counted else -1
                 made = Planned(value.coded if counted else 0, None, ready=moves)
             else:
-                maker, made_of = self.calls[value.call], tuple(dict.fromkeys(index[s] for s in value.inputs))
+                made_of = tuple(dict.fromkeys(index[s] for s in value.inputs))
                 by_result, seconds = self.is_by_result(value), self.price_of(value)
                 if results[value.call] > 1 and not by_result:
                     if value.call not in runs:
@@ -268,11 +259,7 @@ class Timeline:
                         behind.append(())
                     seconds, made_of = 0.0, (runs[value.call],)
                 seconds += self.rates.rebuild * len(own)
-                nbytes = value.coded if i in saved else None
-                if i in self.narrow:
-                    nbytes = maker.reads[0].nbytes
-                    beside.add(len(planned))
-                moves = -1 if i in self.narrow or i in instead else ready.get(i, -1)
+                nbytes = self.pieces.nbytes(i) if is_piece else value.coded if i in saved else None
                 in_rows = i in self.in_rows
                 made = Planned(
                     nbytes,
@@ -282,25 +269,31 @@ class Timeline:
                     fused=i in self.fused,
                     whole=not in_rows and value.follows < 0,
                     spares=self.spares.get(i, 0),
-                    ready=moves,
+                    ready=ready.get(i, -1),
                 )
             if made.nbytes == value.coded:
                 wider[len(planned)] = value.storage
             index[i] = len(planned)
             planned.append(made._replace(made=first, until=first - 1))
-            behind.append(by_place)
+            behind.append(own)
         reads: dict[int, dict[int, None]] = defaultdict(dict)
         for _, value, call in self.saves:
             reads_no_number = value in self.in_rows and self.calls[call].name != "aten::_log_softmax"
             if value in index and not reads_no_number:
                 reads[self.mirrored(call)][index[value]] = None
         backward = [Moment(tuple(reads.get(moment, ()))) for moment in range(self.forward, 2 * self.forward)]
-        stock = frozenset(range(len(planned))) - beside
+        stock = frozenset(range(len(planned)))
         taken = self._of_moments() if self._link else ()
         times = self.seconds, held, taken, self._link
         step = Step(planned, self.forward, backward, self.memory, stock, *times)
         whole = [value._replace(nbytes=wider.get(i, value.nbytes)) for i, value in enumerate(planned)]
-        return Lines(step, of_stock(replace(step, values=whole))), tuple(behind)
+        lines = Lines(step, of_stock(replace(step, values=whole)))
+        kept_at = {
+            index[i]: tuple((place, position) for user, position in users for place in places[user])
+            for i, users in self.pieces.readers.items()
+            if i in index
+        }
+        return lines, tuple(behind), kept_at
 
     def _in_order(self) -> list[int]:
         """All values that the backward pass needs, each after those that it is made of."""

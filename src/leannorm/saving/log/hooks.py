@@ -33,6 +33,7 @@ from leannorm.saving.log.tensors import (
 )
 from leannorm.saving.log.values import DROPPED, HELD
 from leannorm.saving.log.walk import decide, hold_again
+from leannorm.saving.policy import Answer
 from leannorm.saving.reasons import NO_CAUSE, Why
 from leannorm.saving.shards import PLAIN, local_of, shared_as, spec_of
 from leannorm.saving.shards import counter_of as counter_of_shared
@@ -210,13 +211,13 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
             saved.is_leaf = True
             log.leaves[v] += 1
     planned = by.has_place(x, whole)
-    drops, moves, cause = by.drops(x, tensor) if planned else (True, not by.chooses, NO_CAUSE)
+    answer = by.drops(x, tensor) if planned else Answer(True, not by.chooses)
     if log.may_plan:
         _note_save(log, by.place if planned else -1, v, whole)
-    if not drops:
+    if not answer.drops:
         if x.state == DROPPED:
             hold_again(log, v, alias_of(tensor))
-        x.why, x.cause = cause.why, cause
+        x.why, x.cause = answer.cause.why, answer.cause
     shows_more = saved.shape is not None and saved.shape.extent > x.made.extent
     if x.state == DROPPED:
         if shows_more and not leaf:
@@ -226,10 +227,10 @@ def _save(log: Log, saved: Saved, tensor: Tensor, whole: Tensor) -> None:
         x.held, x.state = alias_of(tensor), HELD
     if shows_more:
         x.call = -1  # it shows memory that its call has not made
-    if movable and (moves or not by.chooses):
+    if movable and (answer.moves or not by.chooses):
         log.to_move.append(v)
-    if not leaf and drops:
-        decide(log, v)
+    if not leaf and answer.drops:
+        decide(log, v, answer.takes)
     if x.why == Why.NOT_AT_HAND and _is_made_by_checkpoint(whole):
         x.why, x.cause = Why.CHECKPOINTED, NO_CAUSE
 

@@ -16,8 +16,8 @@ from leannorm.saving.log.spent import Spent
 from leannorm.saving.log.timeline import reason_of, timeline_of
 from leannorm.saving.log.values import DROPPED, HELD, Value
 from leannorm.saving.log.watch import expose
-from leannorm.saving.policy import Policy
-from leannorm.saving.reasons import Cause, Why
+from leannorm.saving.policy import Answer, Policy
+from leannorm.saving.reasons import Why
 
 if TYPE_CHECKING:
     from leannorm.saving.planned_pass import PlannedPass
@@ -171,9 +171,8 @@ class RecordedPass:
         """Whether the plan chooses what `hold` gets; otherwise that is all that is kept."""
         return self.way is not None and self.way.moves
 
-    def drops(self, x: Value, tensor: Tensor) -> tuple[bool, bool, Cause]:
-        """Whether this value may be dropped; if it is kept, whether it is moved, and why. `tensor`: as it is
-        saved now."""
+    def drops(self, x: Value, tensor: Tensor) -> Answer:
+        """The plan's answer for this value. `tensor`: as it is saved now."""
         log, way = self.log, self.way
         assert way is not None
         if self.alive.is_over():
@@ -182,9 +181,9 @@ class RecordedPass:
         name = "" if x.call < 0 else log.calls[x.call].rule.name
         sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
         call = name, sizes, strides, tensor.dtype, x.number - self.first
-        drops, moves, cause, _ = way.ask(self.place, call)
+        answer = way.ask(self.place, call)
         log.policy = self.policy if way.following.plan is None else self.policy.with_plan()
-        return drops, moves, cause
+        return answer
 
     @property
     def may_plan(self) -> bool:

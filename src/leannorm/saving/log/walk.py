@@ -34,10 +34,13 @@ def _is_timed(call: Call) -> bool:
 class Walk:
     """A search for the values from which `top` can be rebuilt. `before`: values saved from this number on do
     not count as kept. `taken`: values that no node saves, to be kept instead of `top`. `may_hold`: how many
-    bytes these may have."""
+    bytes these may have. `takes`: positions among what `top` is made of; a plan counts what these take."""
 
-    def __init__(self, log: Log, top: int, may_hold: float, before: int = _FOREVER) -> None:
+    def __init__(
+        self, log: Log, top: int, may_hold: float, before: int = _FOREVER, takes: Collection[int] = ()
+    ) -> None:
         self.log, self.top, self.before, self.may_hold = log, top, before, may_hold
+        self.takes = takes
         self.may_copy = log.values[top].storage_bytes - may_hold
         self.why = Why.NONE
         self.taken, self.cause = list[int](), NO_CAUSE  # the cause that was found first
@@ -67,14 +70,24 @@ class Walk:
             self.why = reason
         return False
 
-    def _take(self, v: int) -> bool:
+    def _keeps(self, call: Call, v: int, i: int) -> bool:
+        """Whether value `i` is kept as planned, instead of `v`, which is made of it."""
+        x, seen = self.log.values[i], self.log.stamp
+        if x.held is not None or x.state == DROPPED or x.seen == seen:
+            return self.is_available(i)
+        if not self._take(i, planned=True) and not self._copies(call, v, i, planned=True):
+            return False
+        x.seen, x.can = seen, True
+        return True
+
+    def _take(self, v: int, planned: bool = False) -> bool:
         log, x = self.log, self.log.values[v]
         if v == self.top or log.at_hand(v) is None or log.memories[x.memory].sent:
             return False
         if x.takes_memory:  # then more bytes are kept
-            if x.storage_bytes > self.may_hold:
+            if not planned and x.storage_bytes > self.may_hold:
                 return False
-            self.may_hold -= x.storage_bytes
+            self.may_hold -= 0 if planned else x.storage_bytes
         elif x.storage_bytes <= COPIED:  # a larger one was there before the pass, and stays
             self.may_copy -= x.storage_bytes
             if self.may_copy < 0:
@@ -84,19 +97,20 @@ class Walk:
         self.taken.append(v)
         return True
 
-    def _copies(self, call: Call, v: int, i: int) -> bool:
+    def _copies(self, call: Call, v: int, i: int, planned: bool = False) -> bool:
         """Whether value `i` is gone, and can be copied from the concatenation `v` that has it as a part. A
         DenseNet concatenates all parts again in each layer; so each is copied once."""
         x, made = self.log.values[i], self.log.values[v].made
         if v != self.top or call.rule.name != "aten::cat" or x.held is not None or x.state == DROPPED:
             return False
-        if x.made.dtype != made.dtype or x.storage_bytes > self.may_hold or not x.made.fills(x.storage_bytes):
+        fits = planned or x.storage_bytes <= self.may_hold
+        if x.made.dtype != made.dtype or not fits or not x.made.fills(x.storage_bytes):
             return False
         for read in call.reads:
             moved = read.value == i and read.shape is not None
             if moved or len(self.log.shape_of(read).sizes) != len(made.sizes):
                 return False
-        self.may_hold -= x.storage_bytes
+        self.may_hold -= 0 if planned else x.storage_bytes
         x.can, x.runs, x.sums, x.products, x.whole, x.instead = True, 0, 0, 0, False, v
         self.taken.append(i)
         return True
@@ -151,8 +165,9 @@ class Walk:
         if is_refused(log, call):
             return self._refuse(Why.OTHER_BITS, v)
         runs, sums, products = 1, 0, 0
-        for i in log.inputs_of(call):
-            if not (self.is_available(i, depth - 1) or self._copies(call, v, i)):
+        for position, i in enumerate(log.inputs_of(call)):
+            planned = v == self.top and position in self.takes and self._keeps(call, v, i)
+            if not (planned or self.is_available(i, depth - 1) or self._copies(call, v, i)):
                 return self._refuse(Why.CHECKPOINTED if call.in_checkpoint else Why.NOT_AT_HAND, v)
             made = log.values[i]
             if made.held is None:
@@ -234,8 +249,8 @@ def hold_again(log: Log, v: int, held: Tensor) -> None:
 _MUCH_LARGER = 32  # times
 
 
-def decide(log: Log, v: int) -> None:
-    """Drop a saved value that is kept, if it can be rebuilt; else note why not."""
+def decide(log: Log, v: int, takes: Collection[int]) -> None:
+    """Drop a saved value that is kept, if it can be rebuilt; else note why not. `takes`: as in `Walk`."""
     x, policy = log.values[v], log.policy
     if x.state == DROPPED or not x.saves or x.copied or x.lost or x.elsewhere is not None:
         return
@@ -249,7 +264,7 @@ def decide(log: Log, v: int) -> None:
         x.why = Why.SMALLER
         return
     was, x.held = x.held, None
-    walk = Walk(log, v, 0)
+    walk = Walk(log, v, 0, takes=takes)
     can, taken = walk.is_available(v), walk.taken
     if not can:  # keep instead smaller values that no node saves, such as a cast's source
         again = Walk(log, v, x.storage_bytes * 3 // 4)
