@@ -1,22 +1,22 @@
-# The commands that people and CI share. Set-up happens once; `make demo` and `make test` do it themselves.
+# The commands that people and CI share. They install what they need at their first run.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Where torch has no CUDA the usual torchvision does not fit it, and transformers fails to import what it names; if
-# this one cannot be had either, the last lines and `leannorm info` say so
+# A torch without CUDA needs the torchvision of this index: the usual one does not fit it, and then transformers
+# cannot be imported. If this one cannot be downloaded either, set-up and `leannorm info` say so.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-# For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
+# The tests interpret Triton's kernels. A torch for CUDA brings the release that it needs.
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
 .PHONY: demo test pages measured site wheel conformance faults fuzz matrix check sanitize clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-# The requirements of extras alone: pip would build the kernels again to install them of the project
+# Only the requirements of extras: installing extras of the project would build the kernels again.
 WANTED = $(BIN)/python -c "import sys; from setuptools.compat.py310 import tomllib; \
     extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
     print(*{one for name in sys.argv[1:] for one in extras[name]}, sep='\n')"
 
-# What the demo takes, and no more
+# Only what the demo needs
 $(VENV)/.demo: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* csrc/nodes/record/* src/leannorm/ops/schema.py)
 	@echo "installing torch and what the demo shows: about 300 MB ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,7 +34,7 @@ $(VENV)/.ready: $(VENV)/.demo
 	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(PIP) --no-deps --force-reinstall \
 	    --retries 0 --timeout 15 --index-url $(CPU_INDEX) torchvision || true
 	@$(BIN)/python -c 'from leannorm.report.fitting import why_torchvision_fails as why; said = why(); \
-	    said and print(f"{said}\nUntil then transformers and timm can be imported by the commands of leannorm alone")'
+	    said and print(f"{said}\nUntil then, only the commands of leannorm can import transformers and timm")'
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) --no-deps $(TRITON)
 	touch $@
 
@@ -44,7 +44,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# What the pages say of measurements, from benchmarks/results/: in place in docs/, and the READMEs from their templates
+# Fills the pages' measurements in from benchmarks/results/: docs/ in the files, the READMEs from templates
 COG := $(BIN)/cog -P -U --verbosity=1 -I . -p "from benchmarks.pages import *"
 pages: $(VENV)/.ready
 	$(COG) -r $(sort $(wildcard docs/*.md docs/*/*.md))
@@ -52,8 +52,8 @@ pages: $(VENV)/.ready
 	$(COG) -d -o README.zh.md README.zh.template.md
 	$(BIN)/python -m benchmarks.pictures
 
-# Measures anew what the pages say, on a machine that does nothing else; some hours on two cores. Kernels have a
-# file of results for each machine: MACHINE names this one's. A GPU is measured where there is one.
+# Repeats the measurements of the pages; needs an idle machine, and some hours on two cores. Kernels have a file
+# of results for each machine, and MACHINE names this one's. If there is a GPU, it is measured too.
 MACHINE ?= xeon_480
 measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.lean --against-checkpoint --json benchmarks/results/lean_cpu.json || true
@@ -78,7 +78,7 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.detectors --json benchmarks/results/detectors.json
 	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe DeepseekV3 \
 	    Glm4MoeLite GptOss --scale 4 --json benchmarks/results/mixtures.json
-	$(BIN)/python -m benchmarks.mixtures Jamba --json benchmarks/results/mixtures.json  # its scan takes memory
+	$(BIN)/python -m benchmarks.mixtures Jamba --json benchmarks/results/mixtures.json  # its scan takes much memory
 	$(BIN)/python -m benchmarks.trainers --json benchmarks/results/trainers.json
 	$(BIN)/python -m benchmarks.scaling --json benchmarks/results/scaling.json
 	for of in rows norms; do \
@@ -90,12 +90,12 @@ measured: $(VENV)/.ready
 	    $(BIN)/python -m benchmarks.gpu; fi
 	$(MAKE) pages
 
-# The documentation, in build/site; a warning is an error
+# Builds the documentation in build/site; a warning is an error
 site: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# One wheel for every Python and every torch from 2.10 on, in dist/: made, audited, and tried beside torch in an
-# environment that has nothing else and no compiler. Without the autograd nodes, which serve one torch alone.
+# Builds one wheel for every Python and every torch from 2.10 on, in dist/. It is audited, and tested in an
+# environment with only torch and no compiler. It has no autograd nodes in C++, since those fit only one torch.
 wheel: $(VENV)/.ready
 	rm -rf dist build/lib build/bdist.* build/wheel
 	LEANNORM_BUILD_NODES=0 $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
@@ -103,9 +103,9 @@ wheel: $(VENV)/.ready
 	    --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tests/matrix.py --bare
 
-# Every architecture of timm and torchvision that trains here, the norms of transformers and diffusers, and the
-# rest of each sweep; hours, where `make test` runs a sample. Brings what the suite does not need: diffusers, networks
-# for volumes, quantized layers; tests of a package that is missing skip.
+# Tests every architecture of timm and torchvision that trains here, the norms of transformers and diffusers, and
+# the rest of each sweep, for hours; `make test` runs a sample. Also installs diffusers, networks for volumes and
+# quantized layers, which the suite does not need: tests of missing packages are skipped.
 conformance: $(VENV)/.ready
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps diffusers dynamic-network-architectures==0.4.4 \
 	    monai==1.6.1 einops==0.8.2 pytorch-ignite==0.5.5 bitsandbytes==0.50.2 torchao==0.18.0
@@ -116,14 +116,14 @@ conformance: $(VENV)/.ready
 faults: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m faults
 
-# 100,000 random programs under lean() against stock autograd, then every operator on the arguments of torch's
-# own tests; some 75 minutes on two cores.
+# Compares 100,000 random programs under lean() with plain autograd, then every operator on the arguments of
+# torch's own tests; about 75 minutes on two cores.
 fuzz: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m programs --count 100000 --jobs 2
 	cd tests && ../$(BIN)/python -m programs.operators
 
-# The wheel in dist/ beside every torch that docs/compatibility.md names, or beside
-# some, as TORCH="2.10.0 2.15.0"; the suite once each, in an environment of 6 GB that is removed after it.
+# Tests the wheel in dist/ with every torch that docs/compatibility.md names, or with those of
+# TORCH="2.10.0 2.15.0". Each run of the suite has an environment of 6 GB that is removed afterwards.
 matrix: wheel
 	$(BIN)/python tests/matrix.py $(TORCH)
 
@@ -133,7 +133,7 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/python tests/prose.py
 
-# The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own; some 6 minutes.
+# Runs the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, in a separate build; about 6 minutes.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/.ready
 	CXXFLAGS="-O1 $(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build \

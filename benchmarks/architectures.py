@@ -1,4 +1,4 @@
-"""Published networks for whole-model checks, each at an image size that a laptop trains in seconds."""
+"""Published networks for whole-model checks, with images small enough to train on a laptop in seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from leannorm.report.fitting import import_torchvision
 
 
 def in_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
-    """The model with its parameters in a layout, which torch's types of `Module.to` do not have."""
+    """Convert the parameters to a memory format, which the type hints of `Module.to` do not accept."""
     how: dict[str, Any] = {"memory_format": layout}
     return model.to(**how)
 
 
 class Architecture(NamedTuple):
-    """A network by name, and the sizes of one image that it accepts."""
+    """The name of a network, and the size of an image that it accepts."""
 
     name: str
     image: tuple[int, ...] = (3, 64, 64)

@@ -1,11 +1,12 @@
-"""The overhead of a call: layers on small tensors, and whole small training steps, against torch's.
+"""Overhead per call of layers on small tensors, and of small training steps, compared with torch's.
 
     python -m benchmarks.calls [--only NAME] [--turns 15] [--json FILE]
 
-Microseconds of process time a call: without gradients, with gradients, and forward and backward; of a step of
-a small network: forward, backward and optimizer; and whose autograd nodes served, C++'s or Python's. Low
-quantiles over turns of 100 calls (20 steps), in which leannorm and torch alternate, on one thread. The goal
-is 1.05 times torch's, for a step 1.00. Outputs are checked first.
+For a layer it reports microseconds of CPU time per call: without gradients, with gradients, and for forward
+and backward together. For a small network it reports the time of a step: forward, backward and optimizer.
+Each row says whether autograd nodes in C++ or in Python were used. leannorm and torch alternate on one
+thread, 100 calls (20 steps) each, and a low quantile over these turns counts. The goal is at most 1.05 times
+torch's time per call, and 1.00 times per step. Outputs are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from leannorm.autograd.nodes import NODES
 
 CALLS, STEPS = 100, 20
 IMAGE, ROWS, SIGNAL = (8, 16, 4, 4), (32, 64), (8, 16, 16)
-# the layer's name in both, its arguments, the input, whether it trains
+# class name in both libraries, constructor arguments, input shape, training mode
 LAYERS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], bool]] = {
     "BatchNorm2d": ("BatchNorm2d", (16,), IMAGE, True),
     "BatchNorm2d, eval": ("BatchNorm2d", (16,), IMAGE, False),
@@ -99,7 +100,7 @@ def microseconds(call: Callable[[], object], times: int) -> float:
 
 
 def alternating(sides: list[Callable[[], object]], turns: int, times: int) -> tuple[float, float]:
-    """A low quantile of leannorm's and of torch's microseconds."""
+    """Alternate the two sides; return a low quantile of the microseconds of each."""
     found = [[microseconds(side, times) for side in sides] for _ in range(turns + 1)][1:]
     ours, torchs = (sorted(of_one)[turns // 5] for of_one in zip(*found, strict=True))
     return ours, torchs
@@ -125,7 +126,7 @@ def measure_step(name: str, turns: int) -> dict[str, tuple[float, float]]:
 
 
 def measured(name: str, turns: int) -> Iterator[held.Row]:
-    """The rows of a layer, one for each kind of call, or of a network's step."""
+    """One row for each kind of call of a layer, or one row for the step of a network."""
     found = (measure_layer if name in LAYERS else measure_step)(name, turns)
     for kind, (ours, torchs) in found.items():
         us = {"us": round(ours, 2), "torch_us": round(torchs, 2), "ratio": round(ours / torchs, 3)}
@@ -136,12 +137,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=[*LAYERS, *NETWORKS])
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--only", choices=[*LAYERS, *NETWORKS], metavar="NAME", help="one layer or network")
+    parser.add_argument("--turns", type=int, default=15, help="how often the two sides alternate")
     held.add_json(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(keep_freed_memory())  # for both: a step's time is else that of pages that come and go
+    print(keep_freed_memory())  # for both sides: otherwise page faults take most of a step
     gc.freeze()
     names = [options.only] if options.only else [*LAYERS, *NETWORKS]
     held.tell(

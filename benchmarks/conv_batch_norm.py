@@ -1,9 +1,9 @@
-"""The digit network at a large batch: stock layers, the tutorial's fusion, leannorm.
+"""The digit network at a large batch size: plain layers, the fusion of PyTorch's tutorial, and leannorm.
 
     python -m benchmarks.conv_batch_norm [--batch-size 512] [--steps 9] [--device cpu] [--json FILE]
 
-Gradients are checked before anything is timed. The sides take turns in one process; freed memory is kept for
-all; ratios are medians over the turns.
+Gradients are checked before anything is timed. The three networks alternate in one process that keeps freed
+memory, and ratios are medians over the turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from benchmarks import record
 from leannorm._freed_memory import keep_freed_memory
 from leannorm.nn import ConvBatchNorm2d
 from leannorm.report.demo.digits import DigitNetwork, load
@@ -33,9 +34,9 @@ REACH = {"held": 0.60, "peak": 0.88, "time": 1.40}
 
 
 class _Fused(torch.autograd.Function):
-    """Convolution and batch norm by the tutorial's idea: keep x, recompute the convolution.
+    """Convolution and batch norm as in PyTorch's tutorial: save x, and recompute the convolution.
 
-    Every intermediate result is a separate tensor, as in a first version written for clarity.
+    Every intermediate result is a tensor of its own, as in a first version written for clarity.
     """
 
     @staticmethod
@@ -65,7 +66,7 @@ class _Fused(torch.autograd.Function):
 
 
 class TutorialPair(nn.Module):
-    """The tutorial's pair, with the same parameter names as the other pairs."""
+    """The tutorial's layer, with the same parameter names as the other pairs."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def loss_of(network: nn.Module, images: Tensor, labels: Tensor, seed: int) -> Te
 
 
 def check_answers(networks: dict[str, DigitNetwork], images: Tensor, labels: Tensor) -> dict[str, float]:
-    """The largest relative difference from stock's gradients, in float64; exits if it is above rounding."""
+    """The largest relative difference from the baseline's gradients, in float64; exit if beyond rounding."""
     gradients = {}
     for name, network in networks.items():
         double = copy.deepcopy(network).double()
@@ -102,12 +103,12 @@ def check_answers(networks: dict[str, DigitNetwork], images: Tensor, labels: Ten
     off = {name: largest_difference(ours, gradients["stock"])[1] for name, ours in gradients.items()}
     wrong = {name: difference for name, difference in off.items() if not difference <= 1e-9}
     if wrong:
-        raise SystemExit(f"wrong gradients, nothing was timed: {wrong}")
+        raise SystemExit(f"nothing was timed, because gradients are wrong: {wrong}")
     return off
 
 
 def measure(batch_size: int, steps: int, device: str) -> dict[str, Any]:
-    """Held and peak bytes and the median step time of every pair, and their ratios to stock."""
+    """Activation bytes, peak bytes and median step time of every pair, and their ratios to the baseline's."""
     digits = load()
     repeat = -(-batch_size // len(digits.labels))
     images = digits.images.repeat(repeat, 1, 1, 1)[:batch_size].to(device)
@@ -122,7 +123,7 @@ def measure(batch_size: int, steps: int, device: str) -> dict[str, Any]:
         held, peak, *_ = measure_step(partial(loss_of, network, images, labels, 0), device=device)
         rows[name] = {"held": held, "peak": peak, "gradients": off[name]}
     seconds: dict[str, list[float]] = {name: [] for name in networks}
-    for turn in range(steps + 3):  # the first turns fault in the pages that are kept from then on
+    for turn in range(steps + 3):  # the first turns cause the page faults; later ones reuse the pages
         for name, network in networks.items():
             network.zero_grad()
             taken = time_step(partial(_step, network, images, labels, turn), device)
@@ -151,7 +152,9 @@ def _step(network: nn.Module, images: Tensor, labels: Tensor, seed: int) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--device", default="cpu")
@@ -163,15 +166,15 @@ def main() -> None:
         end="",
     )
     print(f"torch {result['torch']}; {result['freed_memory']}")
-    print(f"{'':10} {'held':>16} {'peak':>16} {'step':>17} {'gradients':>10}")
+    print(f"{'':10} {'kept':>16} {'peak':>16} {'step':>17} {'gradients':>10}")
     for name, row in result["rows"].items():
         ratios = row["ratios"]
         print(
-            f"{name:10} {row['held'] / 1e6:8.1f} MB {ratios['held']:4.2f} "
+            f"{record.shown(name):10} {row['held'] / 1e6:8.1f} MB {ratios['held']:4.2f} "
             f"{row['peak'] / 1e6:8.1f} MB {ratios['peak']:4.2f} "
             f"{row['seconds'] * 1e3:9.1f} ms {ratios['time']:4.2f} {row['gradients']:10.0e}"
         )
-    print("reach      " + ", ".join(f"{what} {ratio:.2f}" for what, ratio in REACH.items()))
+    print("goal       " + ", ".join(f"{record.shown(what)} {ratio:.2f}" for what, ratio in REACH.items()))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

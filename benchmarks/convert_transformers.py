@@ -1,13 +1,13 @@
-"""A training step of a network of transformers after `convert`, beside stock's.
+"""The time of a training step of a transformers model after `convert`, compared with plain PyTorch.
 
     python -m benchmarks.convert_transformers [MODEL ...] [--dtype bfloat16] [--cpu-time] [--operators 8]
                                                 [--compiled]
 
-Networks of 4 layers, hidden 1,024, on 2 x 512 tokens. Gradients are compared first: those of a converted
-network may be no further from float32's than twice stock's. The settings take turns in one process, freed
-memory is kept for all, and ratios are medians over the turns. `--cpu-time` measures the processor time of one
-thread, for a machine that also runs other work. `--operators` lists what takes the most of a step's time.
-With `--compiled` all of them are compiled after that comparison, and then their losses are compared.
+The models have 4 layers of width 1,024 and see 2 x 512 tokens. Gradients are compared first: their distance
+from float32's may be at most twice the baseline's. The settings alternate in one process that keeps freed
+memory, and ratios are medians over the turns. `--cpu-time` measures the CPU time of one thread, for a machine
+that also does other work. `--operators` lists the operators that take the most time. With `--compiled`, all
+models are compiled after that comparison, and then their losses are compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from benchmarks import record
 from benchmarks.lean_transformers import LARGE, MODELS
 from leannorm import convert, keep_freed_memory
 
 SIZES = LARGE._replace(tokens=(2, 512))
-GOAL, GOAL_COMPILED = 0.93, 1.02  # of stock's time
+GOAL, GOAL_COMPILED = 0.93, 1.02  # relative to the baseline's time
 SETTINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
     "convert": convert,
@@ -45,7 +46,7 @@ def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def compare(sides: dict[str, nn.Module], inputs: dict[str, Tensor]) -> None:
-    """Raises if a converted network's gradients are wrong, on some of the tokens."""
+    """Raise if the gradients of a converted network are wrong, on some of the tokens."""
     few = {name: tokens[:1, :64] for name, tokens in inputs.items()}
     exact = gradients(copy.deepcopy(sides["stock"]).float(), few)
     off = {}
@@ -54,18 +55,18 @@ def compare(sides: dict[str, nn.Module], inputs: dict[str, Tensor]) -> None:
             float((g - e).square().sum()) for g, e in zip(gradients(model, few), exact, strict=True)
         )
         if not off[name] <= 4 * off["stock"]:
-            raise SystemExit(f"a wrong answer is not timed: gradients of {name} are off by {off[name]:.2e}")
+            raise SystemExit(f"nothing was timed: gradients of {name} are off by {off[name]:.2e}")
 
 
 def compile_all(sides: dict[str, nn.Module], inputs: dict[str, Tensor]) -> None:
-    """Raises if a converted network's loss is another then."""
+    """Raise if the loss of a converted network differs from the baseline's."""
     losses = {}
     for name, model in sides.items():
         model.compile()
         step(model, inputs)
         losses[name] = model(**inputs).loss.item()
         if not abs(losses[name] - losses["stock"]) <= 1e-2 * abs(losses["stock"]):
-            raise SystemExit(f"a wrong answer is not timed: {name} loses {losses[name]}, of {losses}")
+            raise SystemExit(f"nothing was timed: the losses differ: {losses}")
 
 
 def turns(
@@ -80,12 +81,12 @@ def turns(
             seconds[name].append(clock() - start)
     for name, of in seconds.items():
         ratio = median(a / b for a, b in zip(of, seconds["stock"], strict=True))
-        verdict = "" if name == "stock" else f" ({'reached' if ratio <= goal else 'falls short of'} {goal})"
-        print(f"  {name:24}{median(of) * 1e3:9.1f} ms  {ratio:5.3f}{verdict}", flush=True)
+        verdict = "" if name == "stock" else f" ({'reaches' if ratio <= goal else 'misses'} {goal})"
+        print(f"  {record.shown(name):24}{median(of) * 1e3:9.1f} ms  {ratio:5.3f}{verdict}", flush=True)
 
 
 def operators(model: nn.Module, inputs: dict[str, Tensor], count: int) -> None:
-    """The operators that take the most of a step's time themselves."""
+    """Print the operators that take most of a step, without the operators that they call."""
     with torch.profiler.profile() as profile:
         step(model, inputs)
     averages = profile.key_averages()
@@ -95,14 +96,16 @@ def operators(model: nn.Module, inputs: dict[str, Tensor], count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=["llama"], metavar="MODEL")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--operators", type=int, default=0, metavar="COUNT")
+    parser.add_argument("--operators", type=int, default=0, metavar="COUNT", help="list this many")
     options = parser.parse_args()
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     print(keep_freed_memory())

@@ -1,10 +1,11 @@
-"""`lean()` on torchvision's detectors and a segmenter: held, peak and time, of stock's.
+"""`lean()` on torchvision's detectors and a segmenter: kept activations, peak memory and step time.
 
     python -m benchmarks.detectors [NETWORK ...] [--json FILE]
 
-Each in turn with the settings of `lean()` and with a checkpoint around every block of the backbone; gradients
-are compared. ResNets are as they are fine-tuned: norms frozen, the first stage too. Torchvision's compiled
-operators, which few builds fit, are replaced with its formulas in plain torch.
+All numbers are relative to plain PyTorch. Each network is trained with the settings of `lean()` and with a
+checkpoint around every block of the backbone, alternating, and gradients are compared. ResNets are set up as
+for fine-tuning: their norms and their first stage are frozen. Plain torch formulas replace torchvision's
+compiled operators, which work with few builds of torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.architectures import import_torchvision
 
 
 def _suppress(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
-    """The boxes that overlap none of higher score by more than the threshold."""
+    """Boxes that do not overlap a box of higher score by more than the threshold."""
     from torchvision.ops import box_iou
 
     overlap, dropped = box_iou(boxes, boxes), torch.zeros(len(boxes), dtype=torch.bool)
@@ -47,7 +48,7 @@ def _align(
 
 
 def _without_compiled_operators() -> Any:
-    """torchvision; its suppression of boxes and its alignment of regions need no compiled library."""
+    """torchvision, with non-maximum suppression and RoI align that need no compiled library."""
     import_torchvision()
     import torchvision
     from torchvision.ops import boxes, poolers
@@ -81,12 +82,12 @@ NETWORKS = {
 
 
 def network(name: str) -> nn.Module:
-    """With random weights; `frozen`: its norms have seen one batch."""
+    """The network with random weights. If `frozen`, its norms have the statistics of one batch."""
     torchvision = _without_compiled_operators()
     torch.manual_seed(0)
     made, settings, frozen = NETWORKS[name]
-    room = torchvision.models.segmentation if name == "deeplabv3" else torchvision.models.detection
-    model: Any = getattr(room, made)(weights=None, weights_backbone=None, num_classes=5, **settings)
+    package = torchvision.models.segmentation if name == "deeplabv3" else torchvision.models.detection
+    model: Any = getattr(package, made)(weights=None, weights_backbone=None, num_classes=5, **settings)
     model.train()
     if frozen:
         body = model.backbone.body
@@ -114,8 +115,8 @@ def images() -> Tensor:
 
 
 def loss_of(model: nn.Module, boxes: int = 2) -> Tensor:
-    """Of a training step with so many boxes in each image."""
-    torch.manual_seed(1)  # which proposals are taken is drawn
+    """The loss of a training step with this many boxes in each image."""
+    torch.manual_seed(1)  # proposals are sampled at random
     if not hasattr(model, "transform"):
         return sum(y.square().mean() for y in model(images()).values())
     found = torch.tensor([[5.0, 5.0, 60.0, 50.0], [30.0, 20.0, 90.0, 90.0]])[:boxes]
@@ -130,7 +131,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def measure(name: str) -> Iterator[held.Row]:
-    """The rows of one network."""
+    """Yield the rows of one network."""
     model = network(name)
     state = {k: v.clone() for k, v in model.state_dict().items()}
 

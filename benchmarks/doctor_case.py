@@ -1,6 +1,8 @@
-"""A real case of `leannorm.doctor`: MobileNetV2 of transformers, whose norms have TensorFlow's momentum.
+"""A real case for `leannorm.doctor`: transformers' MobileNetV2, whose norms have TensorFlow's momentum.
 
-python -m benchmarks.doctor_case [CHART.svg]     trains on scikit-learn's digits; a minute on one core
+    python -m benchmarks.doctor_case [CHART.svg]
+
+Trains on scikit-learn's digits, about a minute on one core, and draws a chart if a file is named.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def chart(gaps: dict[str, list[float]], words: str) -> str:
-    """A bar for each layer, the second run before the first."""
+    """A bar for each layer; the bars of the second run are drawn in front of those of the first."""
     highest = 1.1 * max(LEAST_GAP, *(max(values) for values in gaps.values()))
     parts = [f'<text x="{LEFT}" y="18">{escape(words)}</text>']
     for i, (name, colour) in enumerate(COLOURS.items()):
@@ -105,7 +107,7 @@ def main() -> int:
     model = network()
     train(model, *seen)
     batches = list(seen[0][:1280].split(160))
-    others = list(unseen[0].split(160))[:3]  # a gap on what was recalibrated on would be 0
+    others = list(unseen[0].split(160))[:3]  # on the batches used to recalibrate, the gap would be 0
     before = leannorm.doctor(model.train(), others)
     before.print()
     print(f"accuracy on unseen digits: {accuracy(model, *unseen):.1%}")

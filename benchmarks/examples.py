@@ -1,9 +1,9 @@
-"""Held bytes of the scripts in `examples/`, what some print, and the batches that `leannorm fit` finds.
+"""What the scripts in `examples/` keep for backward, what some print, and batch sizes of `leannorm fit`.
 
     python -m benchmarks.examples [NAME ...]
 
-Each script runs once, on one thread, and says itself what its forward pass holds; the results go to
-`benchmarks/results/examples.json`, from which the pages are filled.
+Runs each script once, on one thread, and reads what it reports about its forward pass. The results go to
+`benchmarks/results/examples.json`, from which `make pages` fills the pages.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = ("digits", "timm_loop", "transformers_trainer", "mixture_of_experts", "lightning_digits",
            "two_ranks", "unet_denoising", "segment_a_volume", "deploy", "memory_over_a_step",
            "padded_speech", "never_out")  # fmt: skip
-# stock's MB and ours, by `examples/measure.py` and by the notebook
-HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +held +([\d.]+) MB", re.M)
-SETTINGS = {1: ("lean",), 2: ("norm", "conv")}  # of scripts that print one ratio, or two
-SHOWN = ("digits", "two_ranks", "padded_speech", "never_out")  # a page has what they print
+# MB of the baseline and of `lean()`, as `examples/measure.py` and the notebook print them
+HELD = re.compile(
+    r"kept after forward: plain PyTorch ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +kept +([\d.]+) MB", re.M
+)
+SETTINGS = {1: ("lean",), 2: ("norm", "conv")}  # for scripts that print one ratio, or two
+SHOWN = ("digits", "two_ranks", "padded_speech", "never_out")  # a page shows what they print
 MODEL, MEMORY = "timm:resnet18", "8GiB"
 
 
 def of_script(name: str) -> list[dict[str, Any]]:
-    """A row for each setting: MB of stock, and ours of them; and one of what a page shows."""
+    """A row for each setting, with the baseline's MB and our share, and one with the output for a page."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *(ranks if name == "two_ranks" else []), str(FOLDER / f"{name}.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -48,7 +50,7 @@ def of_script(name: str) -> list[dict[str, Any]]:
 
 
 def of_fit() -> list[dict[str, Any]]:
-    """The largest batches of `leannorm fit`, by setting."""
+    """The largest batch that `leannorm fit` finds for each setting."""
     from leannorm import fit
     from leannorm.cli.models import model_named
 
@@ -59,8 +61,12 @@ def of_fit() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=[*SCRIPTS, "fit"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=[*SCRIPTS, "fit"], help="scripts without .py, or fit; all by default"
+    )
     for name in parser.parse_args().names:
         rows = of_fit() if name == "fit" else of_script(name)
         print(*rows, sep="\n", flush=True)

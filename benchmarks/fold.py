@@ -1,12 +1,13 @@
-"""Fold every architecture and compare the outputs: in float64, within 10,000 roundings, and in its dtype.
+"""Fold the batch norms of every architecture, and compare the outputs before and after.
 
-    python -m benchmarks.fold                  the architectures of architectures.py
-    python -m benchmarks.fold timm:resnet18    any of timm's and torchvision's
-    python -m benchmarks.fold --timm 'resnet*' those of timm whose names match, at 64 x 64 if they accept it
+    python -m benchmarks.fold                   the architectures of architectures.py
+    python -m benchmarks.fold timm:resnet18     any of timm's and torchvision's
+    python -m benchmarks.fold --timm 'resnet*'  those of timm whose names match, at 64 x 64 if they accept it
 
+Outputs are compared in float64, where they may differ by 10,000 roundings, and in the network's own dtype.
 Statistics, scales and shifts are random, so that a norm that is lost or applied twice changes the output.
 Networks with more than `--largest` million parameters, or without batch norm, are counted and not folded.
-Prints a line for each of the others, and exits with 1 if any fold is wrong.
+Prints one line for each of the others, and exits with 1 if any fold is wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def parameters_and_norms(architecture: Architecture) -> tuple[int, int]:
-    """The numbers of parameters and batch norms, counted on the meta device where that is possible."""
+    """The number of parameters and of batch norms, counted on the meta device if possible."""
     try:
         with torch.device("meta"):
             model = architecture.build()
@@ -50,13 +51,13 @@ def parameters_and_norms(architecture: Architecture) -> tuple[int, int]:
 
 
 def images(architecture: Architecture, model: torch.nn.Module) -> list[tuple[int, ...]]:
-    """The sizes to try: the architecture's, then the one that timm trained it with."""
+    """The image sizes to try: the architecture's, then the one that timm trained with."""
     default = getattr(model, "default_cfg", {}).get("input_size", architecture.image)
     return list(dict.fromkeys((architecture.image, tuple(default))))
 
 
 def measure(architecture: Architecture, largest: float) -> tuple[str, str, leannorm.FoldReport | None]:
-    """The verdict, a line with details, and the report if the fold is right."""
+    """The verdict, one line of details, and the report if the fold is correct."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

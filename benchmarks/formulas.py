@@ -1,7 +1,7 @@
-"""The norms that transformers and diffusers write by hand, beside leannorm's: what `benchmarks.rows` times.
+"""Norms that transformers and diffusers write by hand, paired with leannorm's: `benchmarks.rows` times them.
 
-Each pair is called as a model calls it, with autograd's own costs. `traffic` is how many times the bytes of
-the input must move, forward and backward, in units of `x.clone()`; the goals are those of the project.
+Each pair is called as a model calls it, so autograd's own overhead is included. `traffic` is the memory
+traffic that is needed forward and backward, in copies of the input (`x.clone()`). `reach` is the goal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Results = Tensor | tuple[Tensor, Tensor]
 
 
 class Formula(NamedTuple):
-    """A norm as both sides write it; `make` gives the leaves for a shape, the first is the input."""
+    """A norm as both sides write it. `make` returns the leaves for a shape; the first one is the input."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -74,7 +74,7 @@ def mamba(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 def _random(*shapes: Any) -> Callable[..., list[Tensor]]:
-    """Leaves: of the input's shape ("x"), of a sample ("n"), of a channel ("c"), of axis 1 ("1")."""
+    """Random leaves: of the input's shape ("x"), per sample ("n"), per channel ("c"), along axis 1 ("1")."""
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         sizes = {"x": shape, "n": (shape[0], shape[-1]), "c": shape[-1:], "1": shape[1:2]}
@@ -84,7 +84,7 @@ def _random(*shapes: Any) -> Callable[..., list[Tensor]]:
 
 
 def _heads(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """A slice of a fused projection, as queries are."""
+    """A slice of a fused QKV projection, as queries are."""
     n, tokens, heads, size = shape
     qkv = torch.randn(n, tokens, 3, heads, size).to(dtype)
     return [qkv[:, :, 0].requires_grad_(), torch.randn(size).to(dtype).requires_grad_()]

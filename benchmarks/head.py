@@ -1,14 +1,15 @@
-"""Language models whose logits do not exist: `lean(head=True)` beside plain torch.
+"""Language models without logits in memory: `lean(head=True)` compared with plain PyTorch.
 
     python -m benchmarks.head alone [--tokens 2048] [--dtype bfloat16] [--json FILE]
     python -m benchmarks.head models [--tokens 256] [--json FILE]
     python -m benchmarks.head families [FAMILY ...] [--json FILE]
 
-`alone`: a head of Qwen3's size (2,048 to 151,936) and its cross entropy, beside `lean("conv")` and torch's
-`F.linear_cross_entropy`. `models`: small language models, with their loss. Both tell the peak of a step above
-its start and its time, of plain torch's: the median of CPU seconds over turns, on one thread, as a machine is
-rarely idle. `families`: three steps of small models of transformers in float32; how far losses and gradients
-are from those of float64 at the same weights, beside plain torch's distance, and what made logits exist.
+`alone` trains a head of Qwen3's size (2,048 to 151,936) with its cross entropy, also with `lean("conv")` and
+torch's `F.linear_cross_entropy`. `models` trains small language models with their own loss. Both report the
+peak memory of a step and its time, relative to plain PyTorch. Time is the CPU time of one thread, the median
+over turns, so other work on the machine matters less. `families` takes three steps with small float32 models
+of transformers. It reports how far losses and gradients are from those of float64 at the same weights, for
+`lean(head=True)` and for plain PyTorch, and which operators made the logits be computed.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ HIDDEN, VOCABULARY = 2048, 151936
 def _measured(
     sides: dict[str, Callable[[], Tensor]], parameters: list[Tensor], turns: int, zeros: bool
 ) -> Iterator[Row]:
-    """Peak and time of a step of each, of the first's. `zeros`: gradients exist before it, to be added to."""
+    """Peak and time of each side's step, relative to the first. `zeros`: steps add to existing gradients."""
     rows: list[Row] = []
     for name, loss in sides.items():
-        for _ in range(2 if turns else name != "plain"):  # a rebuild is tried in two passes
+        for _ in range(2 if turns else name != "plain"):  # a rebuild is verified in two passes
             _clear(parameters, False)
             loss().backward()
         _clear(parameters, zeros)
@@ -77,7 +78,7 @@ def _clear(parameters: list[Tensor], zeros: bool) -> None:
 
 
 def alone(names: list[str], tokens: int, dtype: str, turns: int, vocabulary: int) -> Iterator[Row]:
-    """The head and its loss, as models of transformers call them."""
+    """Measure the head and its loss, called as models of transformers call them."""
     torch.manual_seed(0)
     layer = nn.Linear(HIDDEN, vocabulary, bias=False).to(getattr(torch, dtype))
     x = torch.randn(tokens, HIDDEN).to(layer.weight.dtype).requires_grad_()
@@ -103,7 +104,7 @@ def alone(names: list[str], tokens: int, dtype: str, turns: int, vocabulary: int
 
 
 def models(names: Iterable[str], tokens: int, dtype: str, turns: int) -> Iterator[Row]:
-    """Whole small models, with the labels given to them, on two sequences of so many tokens."""
+    """Measure small models that compute their own loss, on two sequences of this many tokens."""
     for name in names:
         torch.manual_seed(0)
         model, inputs, blocks = MODELS[name](LARGE._replace(tokens=(2, tokens)))
@@ -125,7 +126,7 @@ def models(names: Iterable[str], tokens: int, dtype: str, turns: int) -> Iterato
 
 
 class _Wide(TorchFunctionMode):
-    """In float64, also where a model asks for float32."""
+    """Computes in float64, also where a model asks for float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -169,7 +170,7 @@ def _family(name: str, steps: int) -> Row:
         )
         try:
             truth = step(exact, _Wide())
-        except RuntimeError:  # a constant that float32 cannot have
+        except RuntimeError:  # a constant that does not fit float32
             truth = step(exact, nullcontext())
         for side, context in enumerate((lean("conv", head=True), nullcontext())):
             loss, gradients = step(model, context)
@@ -190,9 +191,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["alone", "models", "families"])
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="settings, models or families; all, if none is named"
+        "names", nargs="*", metavar="NAME", help="settings, models or families; all of them by default"
     )
-    parser.add_argument("--tokens", type=int, help="2,048 alone, 256 in each sequence of a model")
+    parser.add_argument("--tokens", type=int, help="default: 2,048 for alone, 256 per sequence for models")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--turns", type=int, default=3)

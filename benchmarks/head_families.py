@@ -94,7 +94,7 @@ _OTHERS |= {"OpenAIGPT": "OpenAIGPTLMHeadModel", "Gemma3Text": "Gemma3ForCausalL
 
 
 def build(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model and a batch of it, with labels of which some are ignored."""
+    """The model and a batch for it; some of the labels are ignored."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""What the settings of `lean()` hold of a training step, and its time, of stock's."""
+"""What `lean()` keeps of a training step in each setting, and the step time, relative to plain PyTorch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ Row = dict[str, Any]
 def rows(
     model: nn.Module, loss: Callable[[], Tensor], blocks: list[nn.Module], clears: bool = True, turns: int = 0
 ) -> Iterator[Row]:
-    """Held bytes, the peak, and whether gradients are stock's, of `loss` under each setting.
+    """Kept activations, peak memory, and whether gradients equal the baseline's, for each setting.
 
-    `blocks` are what a checkpoint goes around. `clears`: a step starts without the sums of gradients.
-    `turns`: so many steps of each setting tell its time, the median of ratios to stock's step beside it.
+    Args:
+        model: Its parameters' gradients are compared.
+        loss: Runs the forward pass.
+        blocks: The modules that a checkpoint wraps; no checkpoint is measured without them.
+        clears: Whether a step starts without gradients.
+        turns: The number of timed steps per setting. The settings alternate, and the time is the median ratio
+            to the baseline's step of the same turn.
     """
     settings: dict[str, Context] = {
         "stock": nullcontext,
@@ -56,7 +61,7 @@ def rows(
     stock: list[Any] = []
     found: list[Row] = []
     for setting, context in settings.items():
-        for _ in range(6):  # the first pass keeps as little as it can, and three later ones correct the plan
+        for _ in range(6):  # the first pass keeps as little as possible, and later ones correct the plan
             model.zero_grad()
             forward(context).backward()
         gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -77,7 +82,7 @@ def rows(
 
 
 def parser_of(doc: str | None, names: Iterable[str], what: str) -> ArgumentParser:
-    """Of a command whose arguments are some of these names, with `--json`."""
+    """The parser of a command that takes some of these names, and `--json`."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*names, []], metavar=what)
     add_json(parser)
@@ -85,12 +90,12 @@ def parser_of(doc: str | None, names: Iterable[str], what: str) -> ArgumentParse
 
 
 def parsed(parser: ArgumentParser) -> Namespace:
-    """The arguments, in a process set up for these tables."""
+    """Parse the arguments, and set up the process for these measurements."""
     options = parser.parse_args()
     keep_freed_memory()
-    torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
+    torch.set_num_threads(1)  # more would add up the gradient of a gathered weight in no fixed order
     warnings.simplefilter("ignore")
-    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # models this small are left alone otherwise
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # otherwise lean() leaves models this small as they are
     return options
 
 
@@ -105,12 +110,12 @@ def _short(value: object) -> str:
 
 
 def tell(options: Namespace, found: Iterable[Row], *key: str) -> None:
-    """Print the rows as they come, and write them where `--json` says."""
+    """Print the rows as they come, and write them to the file that `--json` names."""
     told = []
     for row in found:
         told.append(row)
-        named = " ".join(f"{row[k]!s:17}" for k in key if k in row)
-        values = [f"{k} {_short(v)}" for k, v in row.items() if k not in (*key, "equal")]
+        named = " ".join(f"{record.shown(str(row[k])):17}" for k in key if k in row)
+        values = [f"{record.shown(k)} {_short(v)}" for k, v in row.items() if k not in (*key, "equal")]
         print(named, *values, "" if row.get("equal", True) else "GRADIENTS DIFFER", flush=True)
     if options.json and told:
         record.write(options.json, told, *key)

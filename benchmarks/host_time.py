@@ -1,13 +1,13 @@
-"""Host time of a layer's call by the Triton kernels, without a GPU: everything but the launch itself.
+"""CPU time per call of a layer on the Triton kernels, measured without a GPU: all but the launch itself.
 
     python -m benchmarks.host_time [--only NAME] [--turns 30] [--json FILE]
 
-Kernels are compiled for compute capability 9.0 and looked up, prepared and launched as on a device. The last
-step does nothing: CUDA's driver, or without the autograd nodes in C++ Triton's launcher in C. So results are
-not computed: the tensors lie on the CPU, and only time is measured. torch's operator on the same tiny CPU
-tensors is measured next to it, with its arithmetic. Microseconds of process time for each call: forward with
-gradients, and forward and backward; low quantiles over turns, in which leannorm and torch alternate. The
-goals are torch's own time, and 6 µs for each launch more.
+Kernels are compiled for compute capability 9.0, and looked up, prepared and launched as on a device. Only the
+last step is replaced by one that does nothing: CUDA's driver (or, without the autograd nodes in C++, Triton's
+launcher in C). The tensors are on the CPU and no results are computed. torch's operator runs on the same tiny
+tensors, and its time includes the arithmetic. leannorm and torch alternate. The numbers are microseconds of
+CPU time per call, for forward with gradients and for forward with backward, as low quantiles over the turns.
+The goals are torch's own time, and 6 µs for each further launch.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from leannorm.ops.backends.triton import launch
 
 CALLS = 100
 IMAGE, ROWS, TOKENS = (8, 16, 4, 4), (32, 64), (4, 8, 64)
-LARGE = (8, 16, 4, 5)  # which is given the launches of a large input
+LARGE = (8, 16, 4, 5)  # launched like a large input
 SEVERAL = "BatchNorm2d, several launches"
-MORE_LAUNCHES = 4  # that it takes, forward and backward (docs/gpu.md)
+MORE_LAUNCHES = 4  # in forward and backward together (docs/gpu.md)
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Case(NamedTuple):
-    """How leannorm's call and torch's are made, and the input."""
+    """How the calls of leannorm and torch are made, and the input's shape."""
 
     ours: Callable[[], Call]
     torchs: Callable[[], Call]
@@ -70,7 +70,7 @@ def over_channels_by_torch() -> Call:
 
 
 def modulation() -> tuple[torch.Tensor, ...]:
-    """A scale and a shift for each sample, as a network computes them: parts of one tensor."""
+    """A scale and a shift per sample, as networks compute them: chunks of one tensor."""
     return torch.randn(TOKENS[0], 2 * 64, requires_grad=True).chunk(2, 1)
 
 
@@ -128,7 +128,7 @@ LAYERS = {
 def without_a_device(
     launcher: Callable[..., None] = lambda *_: None, stream_of: Callable[[int], int] = lambda device: 0
 ) -> None:
-    """Stand-ins for CUDA's driver: kernels are compiled and launched, and the last step is `launcher`."""
+    """Replace CUDA's driver: kernels are compiled and prepared, and `launcher` is the last step."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia import driver
     from triton.compiler import compiler
@@ -137,7 +137,7 @@ def without_a_device(
     if hasattr(driver, "compile_module_from_src"):  # Triton 3.6 compiles a launcher for each kernel
         driver.library_dirs = list
         driver.compile_module_from_src = lambda *_, **__: SimpleNamespace(launch=launcher)
-    if getattr(driver, "PyKernelArg", 0) is None:  # a later one describes arguments to the driver's own
+    if getattr(driver, "PyKernelArg", 0) is None:  # later versions describe the arguments
         driver.PyKernelArg = lambda nested_tuple, type: (nested_tuple, type)
     handles = itertools.count(1)
     utils = SimpleNamespace(
@@ -158,7 +158,7 @@ def without_a_device(
     launch._current_device = lambda: 0  # a torch built for CUDA would look for one
     compiler.max_shared_mem = lambda device: 227 << 10
     warnings.filterwarnings("ignore", "Warning only once", UserWarning)
-    for name in (*schema.OPERATORS, *schema.BETWEEN):  # CPU tensors reach these kernels as CUDA tensors would
+    for name in (*schema.OPERATORS, *schema.BETWEEN):  # CPU tensors take the path of CUDA tensors
         schema.LIBRARY.impl(name, triton.imported_by_call(name), "CPU", allow_override=True)
     on_triton: Any = type(TRITON)
     on_cpu: Any = type(CPU)
@@ -169,7 +169,7 @@ def without_a_device(
 
 
 def without_a_driver() -> None:
-    """The nodes in C++ launch by a function that does nothing and returns 0, as a launch that succeeds."""
+    """Make the nodes in C++ launch by a function that does nothing and returns 0, which means success."""
     if NODES is not None:
         nothing = ctypes.CDLL(find_library("m")).fegetround
         NODES.set_driver(ctypes.cast(nothing, ctypes.c_void_p).value)
@@ -195,7 +195,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure(name: str, turns: int) -> dict[str, tuple[float, float]]:
-    """Microseconds of leannorm and of torch, for each kind of call."""
+    """Microseconds of leannorm and of torch for each kind of call."""
     case = LAYERS[name]
     sides = [kinds_of_call(make(), case) for make in (case.ours, case.torchs)]
     found = {}
@@ -232,7 +232,7 @@ def main() -> None:
         print(f"{name:30s}{cells}", flush=True)
     if len(report) == len(LAYERS):
         several, one = (report[name]["both"][0] for name in (SEVERAL, "BatchNorm2d"))
-        print(f"an added launch: {(several - one) / MORE_LAUNCHES:.1f}")
+        print(f"each further launch: {(several - one) / MORE_LAUNCHES:.1f}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
 

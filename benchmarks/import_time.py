@@ -1,6 +1,8 @@
-"""The time of `import leannorm` after `import torch`, in fresh processes that take turns.
+"""The time of `import leannorm` after `import torch`.
 
-python -m benchmarks.import_time [--runs 7]
+    python -m benchmarks.import_time [--runs 7]
+
+Starts fresh processes with and without the import, alternating, and prints the median difference.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ def seconds(statement: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=7)
     runs = parser.parse_args().runs
     empty, ours = zip(*((seconds("pass"), seconds("import leannorm")) for _ in range(runs)), strict=True)
     cost = median(b - a for a, b in zip(empty, ours, strict=True))
-    print(f"import leannorm, beyond torch: {cost:.3f} s (median of {runs}; reach {REACH} s)")
+    print(f"import leannorm takes {cost:.3f} s after import torch (median of {runs}; goal {REACH} s)")
 
 
 if __name__ == "__main__":

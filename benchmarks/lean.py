@@ -1,10 +1,13 @@
-"""Published networks trained under `lean()`: bytes kept, peak and step time against stock.
+"""Published networks under `lean()`: kept bytes, peak memory and step time, relative to plain PyTorch.
 
     python -m benchmarks.lean [MODEL ...] [--steps 5] [--against-checkpoint] [--lines] [--json FILE]
 
-Gradients and buffers are compared bit for bit before anything is timed. The settings take turns in one
-process; freed memory is kept for all; ratios are medians over the turns. `--lines` adds budgets and
-overheads, each with the time that was planned, and names the settings that another beats in bytes and time.
+Gradients and buffers are compared bit for bit before anything is timed. The settings alternate in one process
+that keeps freed memory, and ratios are medians over the turns. `saved` is the share of the saved tensors'
+bytes that a setting does not rebuild; `kept` is the share of what the forward pass leaves allocated.
+`--against-checkpoint` adds a checkpoint around every block, for timm models that support it. `--lines` adds
+budgets and overheads, each with its planned time, and names the settings that another one beats in both bytes
+and time.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ LINES: dict[str, Callable[[], Any]] = {
     **{f"budget {share}": partial(lean, budget=share) for share in (0.9, 0.7, 0.5, 0.4, 0.3)},
     **{f"overhead {share}": partial(lean, overhead=share) for share in (0.05, 0.1, 0.15, 0.25)},
 }
-_NOISE = 0.02  # of a time
+_NOISE = 0.02  # of the ratio of two times
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:
@@ -66,7 +69,7 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 
 class Side:
-    """One setting: a copy of the network, and its training step."""
+    """One setting: a copy of the network and its training step."""
 
     def __init__(self, model: nn.Module, x: Tensor, context: Callable[[], Any], prepare: Any = None) -> None:
         self.model, self.x, self.context = copy.deepcopy(model), x, context
@@ -84,11 +87,11 @@ class Side:
         self.forward().backward()
 
     def warm(self) -> None:
-        """Steps on two batches: a rebuild is tried on tensors of two values, or a first pass measured."""
+        """Step on two batches: rebuilds are verified on two inputs, and plans measure the first pass."""
         self.x = self.x.flip(0)
         self.step()
         self.x = self.x.flip(0)
-        for _ in range(6):  # the first steps that follow a plan correct it
+        for _ in range(6):  # the first steps that follow a plan also correct it
             self.step()
 
     def state(self) -> dict[str, Tensor | None]:
@@ -96,13 +99,13 @@ class Side:
         return {**gradients, **dict(self.model.named_buffers())}
 
 
-_SETTLED, _MOST = 12, 400  # passes in a row that follow the plan of an overhead, and all
+_SETTLED, _MOST = 12, 400  # consecutive passes that follow the plan of an overhead, and all passes
 
 
 def settle(step: Callable[[], Any]) -> int:
-    """Run a step, which returns its `lean()`, until an overhead has measured itself; returns how often.
+    """Run a step, which returns its `lean()`, until an overhead has measured itself; return the count.
 
-    Until then every second pass keeps everything, to be compared with.
+    Until then, every second pass keeps everything, for comparison.
     """
     followed = passes = 0
     while followed < _SETTLED and passes < _MOST:
@@ -126,11 +129,11 @@ class Row(NamedTuple):
     time: float
     equal: bool
     reach: Reach | None
-    planned: float | None = None  # time, by the plan that was followed
+    planned: float | None = None  # time, by the plan in use
 
     def __str__(self) -> str:
         reach = "" if self.reach is None else f"{self.reach.kept:.2f} / {self.reach.time:.2f}"
-        verdict = {True: "", False: "  FALLS SHORT"}[self.reached]
+        verdict = {True: "", False: "  GOAL MISSED"}[self.reached]
         numbers = f"{self.kept:6.3f} {self.held:6.3f} {self.peak:6.3f} {self.time:6.3f}"
         same = "equal" if self.equal else "DIFFERS"
         planned = "" if self.planned is None else f"planned {self.planned:.3f}"
@@ -208,7 +211,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(keep_freed_memory())
-    print(f"{'':43}   kept   held   peak   time  gradients reach (kept / time)")
+    print(f"{'':43}  saved   kept   peak   time  gradients goal (saved / time)")
     rows = []
     for name in options.models:
         made = compare(name, options.steps, options.against_checkpoint, options.lines)

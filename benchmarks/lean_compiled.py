@@ -1,13 +1,15 @@
-"""Compiled networks with `compile_options`: held bytes, peak, step time and gradients, of compiled stock.
+"""Compiled networks with `compile_options`, relative to the same networks compiled without options.
 
     python -m benchmarks.lean_compiled [MODEL ...] [--convert] [--settings norm ...] [--json FILE]
 
-Every setting has a process of its own, and these take turns, a step each; ratios are medians over the turns.
-Held and peak are bytes of torch's allocator above the step's start, weights' gradients included. Gradients
-are compared with eager code in float64: the largest error of a parameter's gradient, of the largest value in
-it; "stock" beside it is compiled stock's, "eager" that of eager code in the model's own dtype. The settings
-"torch .5" and so on are torch's `activation_memory_budget`, "checkpoint" is one around every block.
-`--convert` converts the norms first, on both sides. Results go to a file of `benchmarks/results/`.
+Reports kept activations, peak memory, step time and gradient errors. Each setting has a process of its own,
+and the processes alternate, one step each; ratios are medians over the turns. `kept` and `peak` are bytes in
+torch's allocator above the start of a step, including the gradients of weights. Gradients are compared with
+eager code in float64: the error of a parameter's gradient is relative to its largest value, and the largest
+error is reported. Next to it are the error of the network compiled without options ("baseline") and that of
+eager code in the model's own dtype ("eager"). The setting `stock` is the baseline, the settings `torch .5`
+and so on are torch's `activation_memory_budget`, and "checkpoint" puts one around every block. `--convert`
+converts the norms first, also in the baseline. Results go to a file of `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SETTINGS: dict[str, dict[str, Any] | float | None] = {
 
 
 class Block(nn.Module):
-    """Two convolutions of a 3-D U-Net, each with instance norm and a leaky ReLU, as nnU-Net has them."""
+    """Two convolutions of a 3-D U-Net, each with instance norm and a leaky ReLU, as in nnU-Net."""
 
     def __init__(self, a: int, b: int, stride: int = 1) -> None:
         super().__init__()
@@ -129,12 +131,12 @@ MODELS = (
     "resnet18", "resnet50", "mobilenetv3_small_100", "convnext_tiny", "vit_tiny", "unet3d", "llama bfloat16",
     "llama float32",
 )  # fmt: skip
-# Those of the first screen, in its sizes, which are measured only if they are named
+# Models of the README's first table, in its sizes; they are measured only by name
 BY_NAME = ("vit_small_patch16_224", "llama_large bfloat16")
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """A checkpoint around every block, by the model's own switch where it has one."""
+    """Put a checkpoint around every block, by the model's own switch if it has one."""
     if isinstance(model, UNet3d):
         for block in model.modules():
             if isinstance(block, Block):
@@ -148,7 +150,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 class Side:
-    """One setting: a model, compiled, and its step."""
+    """One setting: a compiled model and its training step."""
 
     def __init__(self, name: str, setting: str, convert: bool) -> None:
         import leannorm
@@ -163,7 +165,7 @@ class Side:
         self.options = leannorm.compile_options(**how) if isinstance(how, dict) else None
         if isinstance(how, float):
             torch._functorch.config.activation_memory_budget = how
-        torch._functorch.config.enable_autograd_cache = False  # a plan that comes from there has no report
+        torch._functorch.config.enable_autograd_cache = False  # a cached plan has no report
         self.compiled = torch.compile(self.model, options=self.options)
 
     def forward(self, model: Any = None) -> Tensor:
@@ -175,7 +177,7 @@ class Side:
         self.forward(model).backward()
 
     def first(self) -> dict[str, Any]:
-        """Compile, measure, compare; times come later."""
+        """Compile, measure memory and compare gradients; steps are timed later."""
         from leannorm.report.memory import measure_step
 
         start = time.perf_counter()
@@ -212,7 +214,7 @@ class Side:
         }
 
     def back(self, name: str) -> None:
-        """To the dtype of the measurement."""
+        """Return to the dtype of the measurement."""
         self.model.to(getattr(torch, name.partition(" ")[2] or "float32"))
         if isinstance(self.inputs, Tensor):
             self.inputs = self.inputs.float()
@@ -222,19 +224,19 @@ class Side:
 
 
 def _error(found: list[Tensor], exact: list[Tensor]) -> float:
-    largest = max(float(b.abs().max()) for b in exact)  # a gradient that is 0 but for rounding counts by this
+    largest = max(float(b.abs().max()) for b in exact)  # for gradients that are 0 up to rounding
     pairs = zip(found, exact, strict=True)
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-6 * largest)) for a, b in pairs)
 
 
 def serve(pipe: Any, name: str, setting: str, convert: bool, threads: int) -> None:
-    """Runs in a process of its own: measures once, then a step at each question, until the pipe is closed."""
+    """Run in a process of its own: measure memory, then time one step per request."""
     from leannorm._freed_memory import keep_freed_memory
 
     torch.set_num_threads(threads)
     side = Side(name, setting, convert)
     found = side.first()
-    keep_freed_memory()  # from here on: all sides are there at once, and what float64 took is given back
+    keep_freed_memory()  # only now, since all processes exist at once: float64's memory is returned first
     side.back(name)
     side.step()
     pipe.send(found)
@@ -274,10 +276,10 @@ def measure(name: str, settings: list[str], convert: bool, steps: int, threads: 
 def line(row: dict[str, Any], stock: dict[str, Any]) -> str:
     planned = [a / b if b else 1 for a, b in zip(row["planned"], row["planned_stock"], strict=True)]
     return (
-        f"{row['model']:22}{' converted' if row['convert'] else '':11}{row['setting']:12}"
+        f"{row['model']:22}{' converted' if row['convert'] else '':11}{record.shown(row['setting']):12}"
         f" {row['held_ratio']:5.2f} {row['peak_ratio']:5.2f} {row['time']:6.3f} {row['cpu_time']:6.3f}"
         f"   {planned[0]:5.2f} {planned[1]:5.2f} {1 + row['planned_overhead']:6.3f}"
-        f"   {row['compiled']:.0e} stock {stock['compiled']:.0e} eager {row['eager']:.0e}"
+        f"   {row['compiled']:.0e} baseline {stock['compiled']:.0e} eager {row['eager']:.0e}"
         f"   {row['first']:.0f} s"
     )
 
@@ -291,7 +293,7 @@ def main() -> None:
         nargs="*",
         choices=[*MODELS, *BY_NAME, []],
         metavar="MODEL",
-        help="all but those of the first screen, if none is named",
+        help="default: all except those of the README's first table",
     )
     parser.add_argument(
         "--settings", nargs="*", choices=list(SETTINGS), metavar="SETTING", default=list(SETTINGS)
@@ -303,7 +305,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = ["stock", *(s for s in options.settings if s != "stock")]
     print(f"torch {torch.__version__}, {options.threads} threads")
-    print(f"{'':46}  held  peak   time    cpu   planned: held peak time   gradients' errors   compiling")
+    print(f"{'':46}  kept  peak   time    cpu   planned: kept peak time   gradient errors   first step")
     for name in options.models or MODELS:
         rows = measure(name, settings, options.convert, options.steps, options.threads)
         for row in rows:

@@ -1,10 +1,11 @@
-"""What the saved-tensor hooks of `lean()` cost the host: µs a saved tensor over hooks that do nothing.
+"""CPU time of `lean()`'s saved-tensor hooks: microseconds per saved tensor beyond hooks that do nothing.
 
     python -m benchmarks.lean_host [chain mobilenetv3 efficientnet_b0 llama] [--converted]
         [--turns 12] [--json FILE]
 
-Process time of one thread; the settings take turns, the least of the turns counts. Forward: pack. Backward:
-unpack with the kernels of the rebuilds. Run it alone: what others do on the machine is in it.
+Measures the CPU time of one thread. The settings alternate, and the least time over the turns counts. `pack`
+is the forward pass. `unpack` is the backward pass, including the kernels of rebuilds. Run it on an idle
+machine, since other programs change the times.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Logits(nn.Module):
 def _llama() -> tuple[nn.Module, Tensor]:
     from benchmarks.architectures import import_torchvision
 
-    import_torchvision()  # transformers asks for it
+    import_torchvision()  # transformers needs it
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 256}
@@ -86,7 +87,7 @@ def measure(model: nn.Module, x: Tensor, turns: int) -> Iterator[dict[str, Any]]
     with saved_tensors_hooks(count, lambda t: t):
         model(x).square().mean()
     taken: dict[str, list[tuple[float, float]]] = {setting: [] for setting in SETTINGS}
-    for _ in range(turns + 4):  # the first ones try each kind of step
+    for _ in range(turns + 4):  # the first turns verify each kind of rebuild
         x = torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, 256)
         for setting, context in SETTINGS.items():
             model.zero_grad()
@@ -104,16 +105,20 @@ def measure(model: nn.Module, x: Tensor, turns: int) -> Iterator[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.lean_host", description=__doc__)
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.lean_host",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("models", nargs="*", help=f"default: all of {', '.join(MODELS)}")
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument(
-        "--converted", action="store_true", help="with leannorm's norms, whose nodes are its own"
+        "--converted", action="store_true", help="convert the norms first; ours have their own nodes"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # these passes are recorded, small as they are
+    os.environ["LEANNORM_SMALL_BYTES"] = "-1"  # record these passes although they are small
     rows = []
     for name in options.models or MODELS:
         torch.manual_seed(0)

@@ -1,10 +1,10 @@
-"""`lean()` on two gloo ranks: what each holds under tensor parallelism and FSDP2, and the time of a step.
+"""`lean()` on two gloo ranks: kept activations under tensor parallelism and FSDP2, and the time of a step.
 
     python -m benchmarks.lean_ranks [MODEL ...] [--turns 8] [--json FILE]
 
-Each row: a model, how it is cut, and a setting: the bytes that rank 0 holds, of stock's on that rank, and the
-median of ratios to stock's steps, which take turns with ours. Gradients are compared with stock's bit by bit.
-Rows of "one rank" are the same models whole.
+Each row is a model, the way it is sharded, and a setting. It has the bytes that rank 0 keeps, relative to the
+baseline's on that rank, and the median ratio of step times; the settings alternate. Gradients are compared
+with the baseline's bit for bit. Rows of "one rank" are the same models without sharding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _llama() -> nn.Module:
 
 
 class _Across(nn.Module):
-    """Mixes tokens, by a block of products across them."""
+    """Mixes tokens with an MLP across them."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def _cut_mixer(model: nn.Module, mesh: Any, plan: str) -> None:
 
 
 def _cut_llama(model: Any, mesh: Any, plan: str) -> None:
-    """By columns and rows; "sequence": norms and residual sums along the sequence; "loss": the loss, too."""
+    """Shard weights by columns and rows; with "sequence" also norms, with "loss" also the loss."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -158,7 +158,7 @@ def _loss(model: nn.Module, plan: str, seed: int, mesh: Any) -> Tensor:
 
 
 def _row(row: int, mesh: Any, turns: int) -> list[held.Row]:
-    """The rows of a model and a cut: one for each setting."""
+    """The rows of a sharded model, one for each setting."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     name, plan, make, cut = ROWS[row]
@@ -219,7 +219,7 @@ def _measured(models: list[str], turns: int) -> Iterator[held.Row]:
         started = spawn(_work, args=arguments, nprocs=2, join=False)
         while True:
             while end.empty():
-                if started.join(0.1):  # raises what a rank raised
+                if started.join(0.1):  # raises the exception of a rank
                     break
             if end.empty() or (rows := end.get()) is None:
                 break
@@ -232,7 +232,7 @@ def main() -> None:
     names = list(dict.fromkeys(model for model, *_ in ROWS))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*names, []], metavar="MODEL")
-    parser.add_argument("--turns", type=int, default=8, help="steps of each side; the first two do not count")
+    parser.add_argument("--turns", type=int, default=8, help="steps per setting; the first two do not count")
     held.add_json(parser)
     options = parser.parse_args()
     found = _measured(options.models or names, options.turns)

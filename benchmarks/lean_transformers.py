@@ -1,14 +1,14 @@
-"""`lean()` on blocks of language, vision and diffusion models, in float32 and bfloat16, beside checkpointing.
+"""`lean()` and checkpoints on blocks of language, vision and diffusion models, in float32 and bfloat16.
 
     python -m benchmarks.lean_transformers [MODEL ...] [--dtype bfloat16] [--selective] [--compile]
 
-For every setting: are the gradients stock's to the bit; bytes held for the backward pass and peak bytes of a
-step above its start, without weights and their gradients, both of stock's; time, the median of ratios to
-stock's steps beside it. The sides take turns; freed memory is kept on all of them. `--selective` adds
-checkpointing that saves matrix products, `--compile` adds torch.compile with half an activation budget (which
-computes other bits). `--large` takes language models of the width of a small published one. Results go to
-a file of `benchmarks/results/`, from which `make pages` fills the pages and draws plots, or to `--json`;
-those of models and dtypes that were not measured stay in it.
+For each setting it reports whether gradients equal the baseline's bit for bit; the bytes kept for backward
+and the peak of a step, above the memory of weights and their gradients; and the time of a step. All are
+relative to plain PyTorch. The settings alternate in one process that keeps freed memory, and the time is a
+median of ratios. `--selective` adds checkpoints that save matrix products. `--compile` adds torch.compile
+with half of its activation budget, which computes other bits. `--large` takes language models as wide as a
+small published one. Results go to a file of `benchmarks/results/`, or to `--json`. Rows that were not
+measured again stay in the file, and `make pages` fills the pages and draws the plots from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import_torchvision()
 
 
 class Sizes(NamedTuple):
-    """Of a language model: its widths, and the batch."""
+    """The widths of a language model, and its batch."""
 
     hidden_size: int
     intermediate_size: int
@@ -180,7 +180,7 @@ def _saves_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> C
 
 @contextmanager
 def compiled(model: nn.Module) -> Iterator[None]:
-    """torch.compile, told to keep half of the activations."""
+    """Compile the model with half of torch's activation memory budget."""
     import torch._functorch.config as functorch
 
     before, functorch.activation_memory_budget = functorch.activation_memory_budget, 0.5
@@ -198,7 +198,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 def settings_for(
     model: nn.Module, blocks: list[nn.Module], selective: bool = False, compiling: bool = False
 ) -> dict[str, Context]:
-    """Stock first."""
+    """The settings to measure, the baseline first."""
     more: dict[str, Context] = {}
     if selective:
         contexts = partial(create_selective_checkpoint_contexts, _saves_products)
@@ -253,7 +253,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     stock, contexts = list[Tensor | None](), settings_for(model, blocks, selective, compiling)
     for setting, context in contexts.items():
-        for given in (others, *[inputs] * 6):  # a rebuild is tried on two inputs, and a plan is corrected
+        for given in (others, *[inputs] * 6):  # rebuilds are verified on two inputs, and plans corrected
             found = step(context, given)
         if "overhead" in setting:
 
@@ -266,7 +266,7 @@ def measure(
         pairs = zip(found, stock, strict=True)
         equal = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
         del found
-        model.zero_grad(set_to_none=False)  # the sums of the weights' gradients are there before the step
+        model.zero_grad(set_to_none=False)  # gradients of weights are allocated before the step
         kept, peak, _, _ = measure_step(partial(forward, context))
         rows.append({"model": name, "dtype": str(dtype)[6:], "setting": setting, "equal": equal,
                      "kept": kept, "peak": peak, "seconds": [], "ratio": 1.0})  # fmt: skip
@@ -286,14 +286,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "models", nargs="*", choices=[*MODELS, []], metavar="MODEL", help="all, if none is named"
+        "models", nargs="*", choices=[*MODELS, []], metavar="MODEL", help="default: all of them"
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="both, if none is named")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: both")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="language models of width 1,024, 2×256 tokens")
-    parser.add_argument("--selective", action="store_true")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--json", type=Path, help="in place of a file of benchmarks/results")
+    parser.add_argument("--selective", action="store_true", help="add checkpoints that save products")
+    parser.add_argument("--compile", action="store_true", help="add torch.compile with half a budget")
+    parser.add_argument("--json", type=Path, help="default: a file of benchmarks/results")
     options = parser.parse_args()
     sizes = LARGE if options.large else SMALL
     leannorm.keep_freed_memory()
@@ -306,8 +306,8 @@ def main() -> None:
         ):
             rows.append(row)
             print(
-                f"{row['model']:9} {row['dtype']:8} {row['setting']:25} "
-                f"held {row['kept_ratio']:.2f}  peak {row['peak_ratio']:.2f}  time {row['ratio']:.2f}"
+                f"{row['model']:9} {row['dtype']:8} {record.shown(row['setting']):25} "
+                f"kept {row['kept_ratio']:.2f}  peak {row['peak_ratio']:.2f}  time {row['ratio']:.2f}"
                 f"{'' if row['equal'] else '  GRADIENTS DIFFER'}",
                 flush=True,
             )

@@ -1,14 +1,14 @@
-"""`lean(limit=)` on whole models, under limits at shares of plain PyTorch's peak: memory, time, what is kept.
+"""`lean(limit=)` on whole models, with limits below plain PyTorch's peak: memory, time, and what is kept.
 
     python -m benchmarks.limit [MODEL ...] [--shares .9 .5] [--json FILE]
 
-A ResNet-50 (16 images of 128×128), a Llama of 4 layers and width 512 (four sequences of 64 to 512 tokens, in
-one batch of six of twice as many), and nnU-Net's network (two cubes of 64³; without its package, one of two
-stages). The limit is what the process has before its first step, and a share of what plain PyTorch's steps
-take beyond that at their highest; each limit has a process of its own. There each batch is trained on in
-plain PyTorch and under the limit, alternating: gradients are compared bit for bit, the peak is the system's
-count of the process (`VmHWM`, without pages of files), and times are medians of ratios. Freed memory goes
-back to the system before each step. Linux alone.
+The models are a ResNet-50 (16 images of 128x128), a Llama of 4 layers and width 512 (six batches of four
+sequences of 64 to 512 tokens, one of them with 1,024), and nnU-Net's network (two cubes of 64 per side;
+without its package, a U-Net of two stages). A limit is the memory that the process has before its first step,
+plus a share of what plain PyTorch's largest step takes beyond that. Each limit runs in a process of its own.
+It trains on each batch in plain PyTorch and under the limit, alternating, and compares gradients bit for bit.
+The peak is what Linux counts for the process (`VmHWM`, without pages of files), and times are medians of
+ratios. Freed memory is returned to the system before each step. Needs Linux.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PASSES, LONGEST, VOCABULARY = 6, 512, 8000
 
 
 class Training(NamedTuple):
-    """A model, its loss on a batch, a small batch that loads what libraries load late, and the batches."""
+    """A model, its loss on a batch, a small batch that warms up libraries, and the batches."""
 
     name: str
     model: nn.Module
@@ -101,13 +101,13 @@ MODELS = {"resnet50": _resnet50, "llama": _llama, "nnunet": _unet}
 
 
 def _status() -> dict[str, int]:
-    """Bytes of the process, as the system counts them."""
+    """The memory of the process in bytes, as the system counts it."""
     text = Path("/proc/self/status").read_text()
     return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"(\w+):\s+(\d+) kB", text)}
 
 
 class Step(NamedTuple):
-    """`peak`: of the process, in bytes, without pages of files; `gradients`: one number for the same bits."""
+    """`peak` is that of the process in bytes, without pages of files; `gradients` is a hash of all bits."""
 
     seconds: float
     peak: int
@@ -121,11 +121,11 @@ def _return_freed() -> None:
 
 
 def _step(training: Training, batch: Any, around: Callable[[], AbstractContextManager[Any]]) -> Step:
-    """One step, its optimizer aside."""
+    """One step without the optimizer."""
     training.model.zero_grad(set_to_none=True)
     _return_freed()
     torch.manual_seed(1)  # dropout
-    Path("/proc/self/clear_refs").write_text("5")  # `VmHWM` starts again
+    Path("/proc/self/clear_refs").write_text("5")  # reset `VmHWM`
     start = perf_counter()
     with around() as saved:
         loss = training.loss(batch)
@@ -138,7 +138,7 @@ def _step(training: Training, batch: Any, around: Callable[[], AbstractContextMa
 
 
 def measure(name: str, share: float) -> dict[str, Any]:
-    """The row of one model and one limit, in this process."""
+    """Measure one model with one limit, in this process."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     training = MODELS[name]()

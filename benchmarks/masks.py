@@ -1,10 +1,10 @@
-"""Masked batch norm beside the unmasked layer, and beside the formula that projects carry themselves.
+"""Masked batch norm, compared with the unmasked layer and with the formula that many projects use.
 
     python -m benchmarks.masks [--threads 1] [--rounds 9] [--only lengths]
 
-Forward and backward in processor time, on the same padded tensor; lengths are uniform between half and full,
-a general mask is random, 70 % valid. All sides are compared with each other before anything is timed, and
-take turns in one process; a time is the lower quartile of the rounds.
+Times forward and backward in CPU time, on the same padded tensor. Lengths are uniform between half and full;
+a general mask is random, with 70 % valid. The masked layer is compared with the formula before anything is
+timed. The three alternate in one process, and a time is the lower quartile over the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Step = Callable[[], list[Tensor]]
 
 
 def masked_batch_norm(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """What a private `MaskedBatchNorm` does: sums of products with the mask, in plain torch."""
+    """What projects write as `MaskedBatchNorm`: sums of products with the mask, in plain torch."""
     valid = mask.unsqueeze(1).to(x.dtype)
     dims = [0, *range(2, x.dim())]
     wide = [1, -1] + [1] * (x.dim() - 2)
@@ -38,7 +38,7 @@ def masked_batch_norm(x: Tensor, mask: Tensor, weight: Tensor, bias: Tensor) -> 
 
 
 def sides(shape: tuple[int, ...], kind: str) -> dict[str, Step]:
-    """The unmasked layer, the masked one, the formula: the output and its gradients."""
+    """The unmasked layer, the masked one and the formula; each returns the output and its gradients."""
     samples, channels, *positions = shape
     x, dy = torch.randn(shape, requires_grad=True), torch.randn(shape)
     layer = (nn.BatchNorm1d if len(positions) == 1 else nn.BatchNorm2d)(channels)
@@ -61,14 +61,14 @@ def sides(shape: tuple[int, ...], kind: str) -> dict[str, Step]:
 
 
 def check(of: dict[str, Step]) -> None:
-    """The masked layer and the formula give the same; raises where they do not."""
+    """Raise if the masked layer and the formula differ."""
     for ours, theirs in zip(of["masked"](), of["formula"](), strict=True):
         scale = theirs.abs().max().item()
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * scale)
 
 
 def seconds(of: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The lower quartile of each side's processor time; the sides take turns."""
+    """The lower quartile of each side's CPU time; the sides alternate."""
     spent: dict[str, list[float]] = {name: [] for name in of}
     for _ in range(rounds):
         for name, step in of.items():
@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory()
-    print(f"{'shape':20} {'kind':8} {'unmasked':>11} {'masked':>11} {'ratio':>6} {'of the formula':>15}")
+    print(f"{'shape':20} {'kind':8} {'unmasked':>11} {'masked':>11} {'ratio':>6} {'formula ratio':>15}")
     for shape in SHAPES:
         for kind in KINDS if options.only is None else (options.only,):
             torch.manual_seed(0)

@@ -1,12 +1,12 @@
-"""`lean()` on mixtures of experts of transformers, small: held, peak and time, of stock's.
+"""`lean()` on small mixtures of experts of transformers: kept activations, peak memory and step time.
 
     python -m benchmarks.mixtures [FAMILY ...] [--experts grouped_mm|eager|batched_mm] [--dtype bfloat16]
                                   [--scale 4] [--json FILE]
     python -m benchmarks.mixtures --families
 
-Each in turn with the settings of `lean()` and with a checkpoint around every block; gradients are compared.
-The second tells which families of the installed transformers have experts, and which of them are not in this
-list.
+All numbers are relative to plain PyTorch. Each model is trained with the settings of `lean()` and with a
+checkpoint around every block, alternating, and gradients are compared. `--families` lists the families of the
+installed transformers that have experts, and those that are missing here.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def mixture(family: str, experts: str, scale: int = 1) -> nn.Module:
-    """A small model of the family, of width 64 · scale; `experts` names the way its experts are computed."""
+    """A small model of the family, of width 64 · scale; `experts` names the implementation to use."""
     import_torchvision()
     import transformers
 
@@ -129,13 +129,13 @@ def mixture(family: str, experts: str, scale: int = 1) -> nn.Module:
     try:
         model.set_experts_implementation(experts)  # type: ignore[operator]
     except ValueError:
-        if experts != "eager":  # there is one way alone
+        if experts != "eager":  # the model has only one implementation
             raise
     return model.train()
 
 
 def measure(family: str, experts: str, dtype: str, scale: int) -> Iterator[held.Row]:
-    """The rows of one family."""
+    """Yield the rows of one family."""
     model = mixture(family, experts, scale).to(getattr(torch, dtype))
     tokens = torch.randint(3, 160, (2, 128 * scale))
 
@@ -159,8 +159,7 @@ def measured(families: Iterable[str], *how: Any) -> Iterator[held.Row]:
 
 
 def tell_families() -> None:
-    """Print the families with a class of experts, those that are not listed by whether they have a language
-    model of their own."""
+    """Print how many families have experts, and which are not listed, with or without a language model."""
     import_torchvision()
     import transformers
 
@@ -180,18 +179,19 @@ def tell_families() -> None:
             if name not in listed:
                 rest[any(key.endswith("ForCausalLM") for key in own)].append(name)
     print(
-        f"{count} families of transformers {transformers.__version__} have experts, {len(listed)} are listed"
+        f"{count} families of transformers {transformers.__version__} have experts, "
+        f"and {len(listed)} are listed here"
     )
-    print(len(rest[True]), "others with a causal language model:", *rest[True])
-    print(len(rest[False]), "without one:", *rest[False])
+    print(len(rest[True]), "are not listed and have a causal language model:", *rest[True])
+    print(len(rest[False]), "are not listed and have none:", *rest[False])
 
 
 def main() -> None:
     parser = held.parser_of(__doc__, FAMILIES, "FAMILY")
     parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "eager", "batched_mm"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--scale", type=int, default=1, help="times the widths and the tokens")
-    parser.add_argument("--families", action="store_true", help="which families have experts")
+    parser.add_argument("--scale", type=int, default=1, help="multiplies widths and tokens")
+    parser.add_argument("--families", action="store_true", help="list the families that have experts")
     options = held.parsed(parser)
     if options.families:
         return tell_families()

@@ -1,11 +1,11 @@
-"""Whole networks after `convert`, alone and under `lean()`: held bytes, peak, step time.
+"""Whole networks after `convert`, alone and under `lean()`: kept bytes, peak memory and step time.
 
     python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile | --compiled] [--json FILE]
 
-Numbers are relative to stock. The loss in float64 is compared before anything is timed. The settings take
-turns in one process; freed memory is kept for all; ratios are medians over the turns. `--against-compile`
-adds `torch.compile` with an activation memory budget of 0.5, whose loss is compared in float32; the time to
-compile is in its first step.
+Numbers are relative to plain PyTorch. The loss in float64 is compared before anything is timed. The settings
+alternate in one process that keeps freed memory, and ratios are medians over the turns. `--against-compile`
+adds `torch.compile` with an activation memory budget of 0.5, whose loss is compared in float32; its first
+step includes compiling. `--compiled` compiles both sides, the baseline and the converted network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from leannorm.report.timing import time_step
 
 
 def _compile(model: nn.Module) -> None:
-    model.compile(options={"fallback_random": True})  # dropout as stock's
+    model.compile(options={"fallback_random": True})  # the same dropout as the baseline
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[nn.Module], nn.Module] | None]] = {
@@ -56,17 +56,18 @@ def compare(name: str, steps: int, settings: dict[str, Any]) -> list[dict[str, A
     double, small = copy.deepcopy(model).double(), x[:2].double()
     losses = [Side(double, small, *SETTINGS[key]).forward().item() for key in ("stock", "convert")]
     if not abs(losses[0] - losses[1]) <= 1e-9 * abs(losses[0]):
-        raise SystemExit(f"a wrong answer is not timed: {name} loses {losses[1]}, stock {losses[0]}")
+        raise SystemExit(f"nothing was timed: the loss of {name} is {losses[1]}, not {losses[0]}")
     sides = {key: Side(model, x, *setting) for key, setting in settings.items()}
     first = {}
-    for key, side in sides.items():  # the first pass tries steps (or compiles); later ones are alike
+    for key, side in sides.items():  # the first pass verifies rebuilds or compiles; later ones are alike
         first[key] = time_step(side.step)
         side.warm()
         side.model.zero_grad()
     loss = sides["stock"].forward().item()
     for key, side in sides.items():
         if not abs(side.forward().item() - loss) <= 1e-4 * abs(loss):
-            raise SystemExit(f"a wrong answer is not timed: {name} loses {side.forward().item()} with {key}")
+            found = side.forward().item()
+            raise SystemExit(f"nothing was timed: the loss of {name} with {key} is {found}, not {loss}")
     memory = {key: measure_step(side.forward) for key, side in sides.items()}
     times: dict[str, list[float]] = {key: [] for key in sides}
     for _ in range(steps):
@@ -88,7 +89,9 @@ def compare(name: str, steps: int, settings: dict[str, Any]) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=["resnet50", "digits"])
     parser.add_argument("--steps", type=int, default=7)
     compiling = parser.add_mutually_exclusive_group()
@@ -99,14 +102,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(keep_freed_memory())
-    print(f"{'':12} {'':22}  held   peak   time")
+    print(f"{'':12} {'':22}  kept   peak   time")
     rows = []
     for name in options.models:
         for row in compare(name, options.steps, options.settings or SETTINGS):
             rows.append(row)
             numbers = f"{row['held']:6.3f} {row['peak']:6.3f} {row['time']:6.3f}"
             seconds = f"{row['seconds'] * 1e3:.0f} ms, the first step {row['first']:.1f} s"
-            print(f"{name:12} {row['setting']:22} {numbers}   {seconds}", flush=True)
+            print(f"{name:12} {record.shown(row['setting']):22} {numbers}   {seconds}", flush=True)
     if options.json:
         record.write(options.json, rows, "model", "setting")
 

@@ -1,12 +1,12 @@
-"""Batch, instance and group norm against torch: every batch norm of ResNet-50, and further shapes.
+"""Batch, instance and group norm compared with torch: every batch norm of ResNet-50, and further shapes.
 
     python -m benchmarks.norms [--only NAME] [--threads 2] [--dtype float32] [--cpu-time] [--json FILE]
 
-Results are checked before anything is timed. The sides take turns in one process, freed memory is kept for
-both, and times are medians over the turns. The floor is the time to move the bytes (forward: read and write
-once; backward: read twice, write once; a residual adds one tensor in each direction) at the speed of
-`x.clone()` in the same run. `--cpu-time` measures the processor time of one thread, for a machine that also
-runs other work. `benchmarks.norms_table` makes one table of the files of several processors.
+Results are checked before anything is timed. The sides alternate in one process that keeps freed memory, and
+times are medians over the turns. The floor is the least time to move the bytes at the speed of `x.clone()` in
+the same run: forward reads and writes the tensor once; backward reads two and writes one; a residual adds one
+tensor in each direction. `--cpu-time` measures the CPU time of one thread, for a machine that also does other
+work. `benchmarks.norms_table` makes one table from the files of several processors.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ SEQUENCES = (((16, 64, 4096), 1), ((32, 128, 512), 1), ((8, 256, 2048), 1))
 IMAGES = (((8, 64, 56, 56), 1), ((4, 128, 64, 64), 1), ((8, 256, 28, 28), 1), ((2, 320, 64, 64), 1))
 
 
-FLIPPED = (
-    5.0  # about the largest of a million normal values: the most that one value adds to a gradient's sum
-)
+# about the largest of a million normal values: the most that one value adds to the sum of a gradient
+FLIPPED = 5.0
 
 
 class Row(NamedTuple):
-    """One row of the table, and its goal `reach`; `groups` -1 means one group per channel."""
+    """One row of the table; `reach` is its goal, and `groups` of -1 means one group per channel."""
 
     name: str
     shapes: tuple[tuple[tuple[int, ...], int], ...]
@@ -97,7 +96,7 @@ class Timing(NamedTuple):
 
 
 def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable[[], list[Tensor]]]:
-    """Forward and backward by leannorm's operators and by torch, on the same tensors, and a copy."""
+    """Forward and backward by leannorm's operators and by torch on the same tensors, and a copy."""
     layout = (lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1)) if row.channels_last else (lambda t: t)
     x, dy, residual = (layout(torch.randn(shape).to(dtype)) for _ in range(3))
     channels = shape[1]
@@ -133,15 +132,15 @@ def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable
 def check(ours: list[Tensor], torchs: list[Tensor], dtype: torch.dtype, kinks: bool) -> None:
     for mine, theirs in zip(ours, torchs, strict=True):
         largest = theirs.double().abs().max().item()
-        # two orders of summation may differ by this much in this dtype; a wrong formula differs by far more
+        # two orders of summation may differ by this much; a wrong formula differs by far more
         allowed = 64 * torch.finfo(dtype).eps * max(largest, 1.0)
-        if kinks:  # a value near 0 may be zeroed by relu on one side only, which changes its channel's sums
+        if kinks:  # relu may zero a value near 0 on one side only, which changes the sums of its channel
             allowed += 4 * FLIPPED / (1 if mine.dim() == 1 else mine.numel() // mine.shape[1])
         difference = (mine.double() - theirs.double()).abs()
-        # and such a value itself differs
+        # such a value itself differs too
         off = (difference > allowed).double().mean().item()
         if off > 1e-3:
-            raise SystemExit(f"a wrong answer is not timed: {off:.1%} of {tuple(mine.shape)} differ")
+            raise SystemExit(f"nothing was timed: {off:.1%} of the values of {tuple(mine.shape)} differ")
 
 
 def time_of(
@@ -187,7 +186,7 @@ def main() -> None:
         larger = sorted(timings, key=lambda t: math.prod(t.shape))[len(timings) // 2 :]
         share = median(t.floor / t.ours for t in larger)
         print(
-            f"{row.name:34} {mean:5.2f} of torch's speed (asked {row.reach}), {share:.2f} of the floor",
+            f"{row.name:34} {mean:5.2f}x torch's speed (goal {row.reach}x), floor {share:.2f} of the time",
             flush=True,
         )
         for t in timings:

@@ -1,9 +1,10 @@
-"""The kernels' tables by processor, from files of `benchmarks.norms --json FILE` and `benchmarks.rows`.
+"""Makes tables by processor from files of `benchmarks.norms --json FILE` and `benchmarks.rows --json FILE`.
 
-    python -m benchmarks.norms_table [FILE ...]    # by default all of benchmarks/results/norms/ and rows/
+    python -m benchmarks.norms_table [FILE ...]    # default: all of benchmarks/results/norms/ and rows/
 
-The processor that is worst for us comes first. A cell says how many times torch's speed, and what share of
-the memory-traffic floor. Below the table stands every shape that misses its row's goal, with what it reaches.
+The processor on which leannorm does worst comes first. A cell has the speed relative to torch's, and the
+share of the time that memory traffic alone needs. Below the table is every shape that misses its goal, with
+the speed that it reaches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REACH = {row.name: row.reach for row in ROWS} | {
 
 
 def least(report: dict[str, Any]) -> float:
-    """The smallest share of its goal that a row reaches."""
+    """The smallest ratio of a row's speed to its goal."""
     return min(row["ratio"] / REACH[name] for name, row in report["rows"].items())
 
 
@@ -36,14 +37,14 @@ def short_shapes(report: dict[str, Any]) -> list[str]:
         ratios = {"×".join(map(str, s["shape"])): s["torchs"] / s["ours"] for s in row["shapes"]}
         below = [f"{shape} {ratio:.2f}" for shape, ratio in ratios.items() if ratio < REACH[name]]
         if below:
-            found.append(f"{name} (asked {REACH[name]:g}): {', '.join(below)}")
+            found.append(f"{name} (goal {REACH[name]:g}): {', '.join(below)}")
     return found
 
 
 def table(reports: list[dict[str, Any]]) -> str:
     reports = sorted(reports, key=least)
     numbers = range(1, len(reports) + 1)
-    lines = [f"| of torch's speed / of the floor | {' | '.join(map(str, numbers))} |"]
+    lines = [f"| times torch's speed / share of the floor | {' | '.join(map(str, numbers))} |"]
     lines.append("|---" * (len(reports) + 1) + "|")
     for name in REACH:
         rows = [report["rows"].get(name) for report in reports]
@@ -59,7 +60,9 @@ def table(reports: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path)
     files = parser.parse_args().files
     tables = [files] if files else [sorted((RESULTS / name).glob("*.json")) for name in ("norms", "rows")]

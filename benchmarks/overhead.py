@@ -1,9 +1,10 @@
-"""What `lean(overhead=...)` takes of a step against what was asked, once it has measured itself.
+"""Compares the time that `lean(overhead=...)` takes with the time that was asked for.
 
     python -m benchmarks.overhead [MODEL ...] [--asked 0.05 0.1 0.2] [--busy] [--steps 20] [--json FILE]
 
-A twin of the network trains without `lean()`, and the two take turns: the time taken is the median ratio of
-their steps. `--busy` runs beside a process that computes all the time.
+Steps count once the overhead has measured itself. A twin of the network trains without `lean()`, the two
+alternate, and the time taken is the median ratio of their steps. With `--busy` another process computes all
+the time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from leannorm.report.timing import time_step
 from leannorm.saving import lean
 
 MODELS = ("resnet18", "efficientnet_b0", "vit_small_patch16_224", "convnext_tiny")
-NEAR = 0.03  # of a step: the promise is kept if what was taken is this close to what was asked
+NEAR = 0.03  # of a step: the promise is kept if the time taken is this close to the time asked for
 
 
 class Row(NamedTuple):
@@ -38,16 +39,16 @@ class Row(NamedTuple):
     kept: float
     passes: int
     busy: bool
-    leanest: bool  # nothing else could be rebuilt
+    leanest: bool  # nothing else can be rebuilt
 
     @property
     def falls_short(self) -> bool:
-        """Whether the promise is not kept: less time may be taken if nothing else could be rebuilt."""
+        """Whether the promise is broken. Less time is fine if nothing else can be rebuilt."""
         return abs(self.taken - self.asked) > NEAR and not (self.leanest and self.taken < self.asked)
 
     def __str__(self) -> str:
-        verdict = "  nothing else could be rebuilt" if self.leanest and self.taken < self.asked else ""
-        verdict = "  FALLS SHORT" if self.falls_short else verdict
+        verdict = "  nothing else can be rebuilt" if self.leanest and self.taken < self.asked else ""
+        verdict = "  NOT AS ASKED" if self.falls_short else verdict
         numbers = " ".join(f"{one:8.3f}" for one in (self.asked, self.planned, self.measured, self.taken))
         return f"{self.model:30} {numbers} {self.kept:6.3f} {self.passes:6}{verdict}"
 
@@ -61,7 +62,7 @@ def _compute() -> None:
 
 @contextlib.contextmanager
 def _busy(asked: bool) -> Iterator[None]:
-    """Beside one process that computes, if that is asked for."""
+    """Run another process that computes all the time, if asked."""
     if not asked:
         yield
         return

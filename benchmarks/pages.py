@@ -1,9 +1,9 @@
-"""What the pages say of measurements: their tables and sentences, from the files of `benchmarks/results/`.
+"""Tables and sentences of the pages about measurements, from the files of `benchmarks/results/`.
 
-A page has a comment `[[[cog table(...) ]]]`, and what it prints stands below, up to `[[[end]]]`. `make pages`
-runs the comments anew and draws the pictures; a test fails where a page says something else than the files.
-`README.template.md` has the comments of README.md, which shows what they print alone. Numbers are relative to
-plain PyTorch, as `kept / peak / time`.
+A page has a comment `[[[cog table(...) ]]]`, and the output follows below it, up to `[[[end]]]`. `make pages`
+runs the comments again and draws the pictures; a test fails if a page and the files disagree. README.md has
+only the output: the comments are in `README.template.md`. Numbers are relative to plain PyTorch, as
+`kept / peak / time`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CALLS = {
 }
 
 
-GPU = "gpu-nvidia-h200"  # the file of the GPU that the pages speak of
+GPU = "gpu-nvidia-h200"  # the file of the GPU that the pages show
 AT = "{threads} core{s} of {processor}, torch {torch}, {date} ({commit})"
 ON_GPU = "{device}, torch {torch}, Triton {triton}, {day}; a copy moves {copy:.2f} TB/s"
 
 
 class Measured(NamedTuple):
-    """One setting of one model, and the run that it is of."""
+    """One setting of one model, and the run that measured it."""
 
     held: float
     peak: float
@@ -50,23 +50,23 @@ class Measured(NamedTuple):
 
     @property
     def percents(self) -> str:
-        """As a person says them: 32 % of the bytes, 49 % of the peak, 9 % more time."""
+        """As people say them: 32 % of the bytes, 49 % of the peak, 9 % more time."""
         return f"{percent(self.held)} | {percent(self.peak)} | {more(self.time)}"
 
     @property
     def in_one(self) -> str:
-        """The same in one cell, in which a number stays with its sign."""
+        """The same in one cell, with no line break before a percent sign."""
         return self.percents.replace(" | ", ", ").replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
-    """The rows of a file that have these values, in its order."""
+    """The rows of a file that have these values, in the order of the file."""
     rows = record.read(record.FOLDER / f"{file}.json")
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
 def find(file: str, **wanted: Any) -> list[Measured]:
-    """Those rows, relative to plain PyTorch."""
+    """The same rows, relative to plain PyTorch."""
     return [
         Measured(_first(row, "kept_ratio", "held_ratio", "held", "kept"),
                  _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
@@ -76,12 +76,12 @@ def find(file: str, **wanted: Any) -> list[Measured]:
 
 
 def of_run(rows: list[dict[str, Any]]) -> str:
-    """The machine, the day and the commit that the rows are of."""
+    """The machine, the date and the commit of the rows."""
     return where(*(Measured(0, 0, 0, tuple(row["about"].items())) for row in rows))
 
 
 def thousands(number: float) -> str:
-    """With commas, and without a part that four digits hide."""
+    """With commas, and without decimals."""
     return f"{number:,.0f}"
 
 
@@ -95,73 +95,74 @@ def one(file: str, **wanted: Any) -> Measured:
 
 
 def vision(model: str, setting: str) -> Measured:
-    """Of `python -m benchmarks.lean`."""
+    """From `python -m benchmarks.lean`."""
     return one("lean_cpu", model=model, setting=setting)
 
 
 def language(model: str, setting: str, dtype: str = "bfloat16") -> Measured:
-    """Of `python -m benchmarks.lean_transformers --large`."""
+    """From `python -m benchmarks.lean_transformers --large`."""
     return one("lean_transformers_large_cpu", model=model, setting=setting, dtype=dtype)
 
 
 def small(model: str, setting: str, dtype: str = "bfloat16") -> Measured:
-    """Of `python -m benchmarks.lean_transformers --selective`."""
+    """From `python -m benchmarks.lean_transformers --selective`."""
     return one("lean_transformers_cpu", model=model, setting=setting, dtype=dtype)
 
 
 def converted(model: str, setting: str, file: str = "models_cpu") -> Measured:
-    """Of `python -m benchmarks.models`."""
+    """From `python -m benchmarks.models`."""
     return one(file, model=model, setting=setting)
 
 
 def compiled(model: str, setting: str) -> Measured:
-    """Of `python -m benchmarks.lean_compiled`, of the model compiled without options."""
+    """From `python -m benchmarks.lean_compiled`, relative to the model compiled without options."""
     return one("lean_compiled_cpu", model=model, setting=setting, convert=False)
 
 
 def example(script: str, *settings: str) -> str:
-    """Of `python -m benchmarks.examples`: what a script keeps, of plain PyTorch's MB."""
+    """From `python -m benchmarks.examples`: what a script keeps, relative to plain PyTorch's MB."""
     row = _example(script, *(settings or ("lean", "norm")))
     return f"{row['held']:.2f} of {row['stock']:.1f} MB"
 
 
 def example_call(script: str) -> str:
-    """The setting that this is of."""
+    """The setting that `example` shows."""
     return "`lean()`" if _example(script, "lean", "norm")["setting"] == "lean" else '`lean("norm")`'
 
 
 def printed(script: str, *commands: str) -> None:
-    """The same command's script in a terminal: the commands, and what the last of them prints."""
+    """A script in a terminal, from the same command: the commands, and what the last one prints."""
     lines = [f"$ {command}" for command in commands] + _example(script, "printed")["lines"]
     say("\n".join(["```console", *lines, "```"]))
 
 
 def of_examples() -> str:
-    """The machine, the day and the commit of `python -m benchmarks.examples`."""
+    """The machine, the date and the commit of `python -m benchmarks.examples`."""
     return of_run(select("examples"))
 
 
 def batch(setting: str) -> str:
-    """The largest batch of a ResNet-18 in 8 GiB, of the same command."""
+    """The largest batch of a ResNet-18 in 8 GiB, from the same command."""
     return str(_example("fit timm:resnet18 8GiB", setting)["batch"])
 
 
 def _example(script: str, *settings: str) -> dict[str, Any]:
-    """The row of one of these settings."""
+    """The row with one of these settings."""
     (row,) = (row for row in select("examples", script=script) if row["setting"] in settings)
     return row
 
 
 def first_step(model: str, setting: str, file: str = "models_compile_cpu") -> float:
-    """The seconds of the first step, compiling included, of `python -m benchmarks.models`."""
+    """The seconds of the first step, including compilation, from `python -m benchmarks.models`."""
     (row,) = select(file, model=model, setting=setting)
     return float(row["first"])
 
 
 def beside_checkpoint(model: str, dtype: str, checkpoint: str) -> float | None:
-    """A checkpoint's time less `lean()`'s at the same bytes, on the line between its points; of a baseline's.
+    """How much more time a checkpoint takes than `lean()` at the same kept bytes, relative to the baseline.
 
-    None where it holds less than any setting of `lean()`, or more.
+    `lean()`'s time is interpolated between its settings. None if the checkpoint keeps less than all of them,
+    or more.
     """
     named = "lean_transformers_cpu"
     ours = sorted((row.held, row.time) for row in _lean_rows(named, model, dtype))
@@ -183,26 +184,26 @@ def _lean_rows(file: str, model: str, dtype: str) -> list[Measured]:
 
 
 def calls(name: str, *kinds: str) -> list[str]:
-    """Of `python -m benchmarks.calls`: ours over torch's time, with nodes in C++, then in Python."""
+    """From `python -m benchmarks.calls`: our time over torch's, with nodes in C++, then in Python."""
     ratios = {(row["kind"], row["nodes"]): f"{row['ratio']:.2f}" for row in select("calls", call=name)}
     cpp = [ratios.get((kind, "C++"), "") for kind in kinds]
     return [*cpp, ", ".join(ratios[kind, "Python"] for kind in kinds if (kind, "Python") in ratios)]
 
 
 def calls_span(nodes: str) -> str:
-    """The least and the greatest of those ratios, of a layer's calls."""
+    """The least and the greatest of these ratios, for calls of layers."""
     rows = (row for row in select("calls", nodes=nodes) if not row["call"].startswith("step"))
     return _span(row["ratio"] for row in rows)
 
 
 def kernels_span(folder: str, *files: str) -> str:
-    """The least and the greatest share of torch's time in `python -m benchmarks.rows` or `.norms`."""
+    """The least and the greatest share of torch's time, from `python -m benchmarks.rows` or `.norms`."""
     reports = (json.loads((record.FOLDER / folder / f"{file}.json").read_text()) for file in files)
     return _span(1 / row["ratio"] for report in reports for row in report["rows"].values())
 
 
 def shared(ranks: int, shape: str, *ratios: str, as_is: bool = False) -> list[str]:
-    """Of `python -m benchmarks.sync`: medians in ms; shared over bare of each round; other ratios."""
+    """From `python -m benchmarks.sync`: medians in ms, shared over bare in each round, other ratios."""
     rows = select("sync_cpu", ranks=ranks, shape=shape, as_is=as_is)
     sides = {name: median(row["milliseconds"][name] for row in rows) for name in rows[0]["milliseconds"]}
     rounds = ", ".join(f"{ratio:.2f}" for ratio in sorted(row["shared_over_bare"] for row in rows))
@@ -211,9 +212,9 @@ def shared(ranks: int, shape: str, *ratios: str, as_is: bool = False) -> list[st
 
 
 def kernels(folder: str, head: str, *files: str) -> None:
-    """The table of `python -m benchmarks.rows` or `.norms`: of torch's speed (and of the floor), by file.
+    """Print the table of `python -m benchmarks.rows` or `.norms`: times torch's speed (and share), by file.
 
-    A row's directions, where it has two, stand in one cell. The first file's worst row comes first.
+    A row with two directions has both in one cell. The row that is worst in the first file comes first.
     """
     reports = [json.loads((record.FOLDER / folder / f"{file}.json").read_text())["rows"] for file in files]
     names: dict[str, list[str]] = {}
@@ -247,13 +248,13 @@ def gpu(network: str, setting: str) -> Measured:
 
 
 def on_gpu(of: str = ON_GPU) -> str:
-    """The GPU, the day and what it ran."""
+    """The GPU, the date and the versions of the software."""
     about = of_gpu()
     return of.format(**about, day=about["date"][:10], copy=about["copy_tb_s"])
 
 
 def gpu_kernels() -> None:
-    """µs of each direction, times torch's speed, and the share of the floor."""
+    """For each direction: µs, times torch's speed, and the share of the bandwidth limit."""
     rows = {(r["case"], tuple(r["shape"]), r["direction"], r["side"]): r for r in of_gpu()["rows"]}
 
     def cell(*key: Any) -> str:
@@ -269,7 +270,7 @@ def gpu_kernels() -> None:
 
 
 def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured] | Iterable[str]]) -> None:
-    """A row of one measurement has a column for each of its three numbers, a row of several one for each."""
+    """Print a table. A row of one measurement has three columns, a row of several one for each of them."""
     lines = [f"| {head} |", "|---" * len(head.split(" | ")) + "|"]
     for name, row in rows.items():
         cells = row.columns if isinstance(row, Measured) else row
@@ -278,10 +279,10 @@ def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured] | It
 
 
 def first(head: str, *names: str) -> tuple[list[Measured], list[Measured]]:
-    """The table of the first screen: a CNN, a ViT and a Llama on a CPU, then on a GPU.
+    """Print the README's first table: a CNN, a ViT and a Llama on a CPU, then on a GPU.
 
-    Each row has `lean()`, `lean("conv")`, a checkpoint around every block, and half of torch.compile's
-    activation budget, where these were measured. Returns the rows of a CPU: of `lean()`, and of budgets.
+    The columns are `lean()`, `lean("conv")`, a checkpoint around every block, and half of torch.compile's
+    activation budget; a cell without a measurement has a dash. Return the CPU's `lean()` and budget cells.
     """
     cnn, vit, llama = "resnet50", "vit_small_patch16_224", "llama"
     rows: list[list[Measured | None]] = [
@@ -302,20 +303,20 @@ def percent(share: float) -> str:
 
 
 def more(time: float, signs: str = "+−") -> str:
-    """The time beyond that of plain PyTorch."""
+    """How much more time than plain PyTorch."""
     beyond = round(100 * (time - 1))
     return f"{signs[beyond < 0]}{abs(beyond)} %" if beyond else "0 %"
 
 
 def span(what: str, *rows: Measured) -> str:
-    """The least and the greatest `held`, `peak` or `time` beyond, in percent."""
+    """The least and the greatest `held`, `peak` or added `time`, in percent."""
     beyond = 1 if what == "time" else 0
     shown = sorted({round(100 * (getattr(row, what) - beyond)) for row in rows})
     return f"{shown[0]} %" if len(shown) == 1 else f"{shown[0]}–{shown[-1]} %"
 
 
 def say(text: str) -> None:
-    """A paragraph."""
+    """Print a paragraph."""
     print(f"\n{text}\n")
 
 
@@ -325,7 +326,7 @@ def _span(numbers: Iterable[float]) -> str:
 
 
 def where(*rows: Measured, of: str = AT, between: tuple[str, str] = ("; ", ", ")) -> str:
-    """The machine, the torch, the day and the commits that the rows are of, each machine and day once."""
+    """The machine, torch, date and commits of the rows; each machine and date once."""
     runs: dict[tuple[tuple[str, Any], ...], dict[str, None]] = {}
     for row in rows:
         about = dict(row.run)

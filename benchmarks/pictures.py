@@ -1,10 +1,10 @@
-"""Draws the pages' pictures from `benchmarks/results/`: activation memory, and the peak, against the time.
+"""Draws the pages' pictures from `benchmarks/results/`: kept activations and peak memory against step time.
 
     python -m benchmarks.pictures [--into docs]
 
-Of compiled code it is the peak alone, and of overheads the time that was taken against the one that was asked
-for. Every picture carries the rows that it was drawn from, which a test
-compares with the files.
+The picture of compiled code shows only the peak. The picture of overheads shows the time that a setting took
+against the time that was asked for. Every picture carries the rows that it was drawn from, and a test
+compares them with the files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Box = tuple[float, float, float, float]
 
 
 def points(file: str, model: str, dtype: str | None) -> list[Point]:
-    """(setting, bytes kept and peak, time) of one model, the baseline first, to three digits."""
+    """(setting, bytes kept and peak, time) of one model, the baseline first, to three decimals."""
     axes = [PEAK] if file == COMPILED_CODE else [KEPT, PEAK]
     found: list[Point] = [("baseline", dict.fromkeys(axes, 1.0), 1.0)]
     for row in record.read(record.FOLDER / f"{file}.json"):
@@ -100,7 +100,7 @@ def draw(axes: Any, found: Sequence[Point], title: str, axis: str) -> None:
 
 
 def label(axes: Any, found: Sequence[Point], axis: str) -> None:
-    """Write each setting next to its point, where it covers no other label and no point."""
+    """Write each setting next to its point, where the label covers no other label or point."""
     dots = [axes.transData.transform((time, sizes[axis])) * 72 / axes.figure.dpi for _, sizes, time in found]
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in dots]
     left, _, right, _ = (edge * 72 / axes.figure.dpi for edge in axes.bbox.extents)
@@ -108,7 +108,7 @@ def label(axes: Any, found: Sequence[Point], axis: str) -> None:
         words = setting.removeprefix("checkpoint, ").removeprefix("lean(").removesuffix(")") or "lean()"
         words = words.removeprefix("compile_options ").removeprefix("activation_memory_budget ")
         words = words.replace("torch.compile(", "compiled, budget=")
-        width = 0.58 * SIZE * len(words)  # of a letter, on average
+        width = 0.58 * SIZE * len(words)  # average width of the letters
         places = [(side, dy) for dy in (-9, 2, -4, -13, 6, -18, 11) for side in (1, -1)]
 
         def box(place: tuple[int, int], x: float = x, y: float = y, width: float = width) -> Box:
@@ -118,7 +118,7 @@ def label(axes: Any, found: Sequence[Point], axis: str) -> None:
         def covered(place: tuple[int, int], box: Any = box) -> float:
             a, b, c, d = box(place)
             over = (max(0, min(c, q[2]) - max(a, q[0])) * max(0, min(d, q[3]) - max(b, q[1])) for q in taken)
-            near = sum(a - 6 < u < c + 6 and b - 4 < v < d + 4 for u, v in dots)  # its own is one
+            near = sum(a - 6 < u < c + 6 and b - 4 < v < d + 4 for u, v in dots)  # counts its own point too
             return (
                 sum(over)
                 + 8 * abs(near - 1)
@@ -126,14 +126,14 @@ def label(axes: Any, found: Sequence[Point], axis: str) -> None:
                 + 100 * (a < left or c > right + 8)
             )
 
-        side, dy = place = min(places, key=covered)  # the first of the best
+        side, dy = place = min(places, key=covered)  # the first of the best places
         taken.append(box(place))
         axes.annotate(words, (time, sizes[axis]), xytext=(5 * side, dy), textcoords="offset points",
                       fontsize=SIZE, ha="left" if side > 0 else "right")  # fmt: skip
 
 
 def picture(path: Path, panels: dict[str, list[Point]]) -> None:
-    """A panel a model, next to each other, a row for each axis of bytes."""
+    """Draw one column of panels per model, and one row for each axis of bytes."""
     from matplotlib import pyplot
 
     rows = list(next(iter(panels.values()))[0][1])
@@ -166,7 +166,7 @@ def picture(path: Path, panels: dict[str, list[Point]]) -> None:
 
 
 def picture_of_overheads(path: Path, found: dict[str, list[tuple[float, float]]]) -> None:
-    """By network, what was taken against what was asked for, with a band of what counts as kept."""
+    """Draw the overhead taken against the overhead asked for, with a band of what counts as kept."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(4.6, 3.6))
@@ -189,7 +189,7 @@ def picture_of_overheads(path: Path, found: dict[str, list[tuple[float, float]]]
 
 
 def overheads() -> dict[str, list[tuple[float, float]]]:
-    """By network, what `lean(overhead=)` was asked for and took, on a machine that did nothing else."""
+    """By network, the overheads that were asked for and taken, on an idle machine."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in record.read(record.FOLDER / "overhead.json"):
         if not row["busy"] and row["kept"] < 0.99:
@@ -199,7 +199,7 @@ def overheads() -> dict[str, list[tuple[float, float]]]:
 
 
 def pictures() -> dict[str, dict[str, list[Point]]]:
-    """What each picture shows: a panel for each dtype of one model, or each of the README's models."""
+    """The panels of each picture: one for each dtype of a model, or for each of the README's models."""
     shown = {"lean.svg": {_title(model, dtype): points(file, model, dtype) for file, model, dtype in FIRST}}
     by_torch = [p for p in points("models_compile_cpu", "resnet50", None) if p[0].startswith("torch.compile")]
     shown["lean.svg"]["ResNet-50, float32"] += by_torch
@@ -218,8 +218,10 @@ def _title(model: str, dtype: str | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--into", type=Path, default=Path("docs"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--into", type=Path, default=Path("docs"), help="the folder of the pictures")
     into = parser.parse_args().into
     for name, panels in pictures().items():
         picture(into / name, panels)

@@ -1,10 +1,11 @@
 """Fork every architecture, compare with the eager model bit for bit, and measure the cost of a fork.
 
-    python -m benchmarks.program                all architectures: equality, fork time, file size
-    python -m benchmarks.program NAME...        some
-    python -m benchmarks.program --steps 15 NAME...  also a training step against the exported module's
+    python -m benchmarks.program [--json FILE]       all architectures: equality, fork time, file size
+    python -m benchmarks.program NAME ...            some of them
+    python -m benchmarks.program --steps 15 NAME ... also the time of training steps
 
-Prints a line for each and how many are equal; exits with 1 if any is not.
+Steps are compared with those of the exported module. Prints a line for each architecture, and how many are
+equal; exits with 1 unless all are.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STEPS = 2
 
 
 def differences(model: torch.nn.Module, forked: program.Program, images: list[torch.Tensor]) -> list[str]:
-    """Where the program differs from the eager model, over training steps with inference in between."""
+    """Where the program differs from the eager model, in training steps with inference between them."""
     eager = copy.deepcopy(model)
     found = []
 
@@ -69,8 +70,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def seconds(function: Any) -> tuple[Any, float]:
-    """The function's result and its processor time (an export runs on one thread)."""
-    gc.collect()  # so that earlier garbage is not collected within the timed call
+    """The function's result and its CPU time (an export runs on one thread)."""
+    gc.collect()  # keeps earlier garbage out of the timed call
     start = time.process_time()
     result = function()
     return result, time.process_time() - start
@@ -97,12 +98,12 @@ def step_ratio(model: torch.nn.Module, image: torch.Tensor, steps: int) -> float
 
 
 def measure(architecture: Architecture, steps: int) -> dict[str, Any]:
-    """One line of the table; `failure` says why an architecture could not be forked."""
+    """One line of the table; `failure` is the reason why an architecture was not forked."""
     image = torch.rand(2, *architecture.image)
     result: dict[str, Any] = {"name": architecture.name, "equal": False}
     try:
         model = architecture.build()
-        exports(model, image)  # the first export of a process includes the time of imports
+        exports(model, image)  # the first export of a process also imports modules
         _, alone = seconds(lambda: exports(model, image))
         forked, taken = seconds(lambda: program.fork(model, (image,)))
         result["fork"] = taken / alone

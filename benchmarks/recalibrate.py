@@ -1,16 +1,18 @@
-"""Running statistics made anew from data: `recalibrate` beside what others do, on real digits.
+"""Accuracy of running statistics: `recalibrate` compared with what other libraries do, on real digits.
 
     python -m benchmarks.recalibrate
 
-One batch norm on the pixels of scikit-learn's 1,797 digits whose variance is above 0.5, in batches of 100, by
-class and shuffled; four batches of which the last has 3; and pixels of standard deviation 1 with 1,000 added.
-For each way: the largest error of a mean, in standard deviations, and of a variance, as a factor less one, of
-all channels; the truth is one pass over all data in float64. fvcore's precise BN runs where it is installed;
-timm's `distribute_bn` on 4 gloo ranks, each with exact statistics of its share.
+The layer is one batch norm on the pixels of scikit-learn's 1,797 digits whose variance is above 0.5. The
+batches are 100 digits sorted by class; 100 shuffled digits; four batches of which the last has 3 digits; and
+pixels of standard deviation 1 and mean about 1,000. For each library it prints the largest error of a mean,
+in standard deviations, and of a variance, as a factor minus 1, over all channels. The reference is one pass
+over all data in float64. fvcore's precise BN runs if it is installed. timm's `distribute_bn` runs on 4 gloo
+ranks, each of which has exact statistics of its share.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
@@ -50,7 +52,7 @@ def by_fvcore(layer: nn.BatchNorm1d, batches: list[Tensor]) -> None:
 
 
 def by_timm(layer: nn.BatchNorm1d, batches: list[Tensor]) -> None:
-    """Each rank has exact statistics of its quarter of the rows; timm averages them."""
+    """Each rank has exact statistics of a quarter of the rows, and timm averages them."""
     shares = torch.cat(batches).tensor_split(RANKS)
     layer.share_memory()
     with TemporaryDirectory() as folder:
@@ -84,7 +86,7 @@ WAYS: dict[str, Way] = {
 
 
 def errors(way: Way, batches: list[Tensor]) -> tuple[float, float]:
-    """Of the mean, in standard deviations, and of the variance, as a factor less one."""
+    """The errors of the mean, in standard deviations, and of the variance, as a factor minus 1."""
     rows = torch.cat(batches).double()
     layer = nn.BatchNorm1d(rows.shape[1])
     way(layer, batches)
@@ -96,6 +98,9 @@ def errors(way: Way, batches: list[Tensor]) -> tuple[float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     by_class, shuffled = digits()
     cases = {
         "by class": list(by_class.split(100)),

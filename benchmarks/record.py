@@ -1,4 +1,4 @@
-"""The files of `benchmarks/results/`: what was measured, and on which machine, day and code."""
+"""Reads and writes the files of `benchmarks/results/`: what was measured, where, when and by which commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def processor() -> str:
-    """Its name, its last cache and the instruction set that the kernels may use at most."""
+    """The processor's name and last-level cache, torch's instruction set, and the limit of leannorm's."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -30,8 +30,13 @@ def processor() -> str:
     return f"{name}, {cache / 2**10:.0f} MiB of last cache, torch uses {capability}, LEANNORM_ISA {limit}"
 
 
+def shown(name: str) -> str:
+    """The word that people read for a key of these files."""
+    return {"stock": "baseline", "stock, again": "baseline, again", "held": "kept"}.get(name, name)
+
+
 def about() -> dict[str, Any]:
-    """The machine, the day, the code and the command of this run."""
+    """The machine, the date, the commit and the command of this run."""
     commit = _git("rev-parse", "--short", "HEAD") or "unknown"
     changed = ", changed" if _git("status", "--porcelain", "--", ":/src", ":/csrc") else ""
     return {
@@ -45,7 +50,7 @@ def about() -> dict[str, Any]:
 
 
 def write(file: Path, rows: Sequence[dict[str, Any]], *key: str) -> None:
-    """Add a run to a file. Earlier rows stay, each under its own run, unless one of the same key is new."""
+    """Add a run to a file. Earlier rows stay under their own runs, except those with the key of a new row."""
     new = {tuple(row.get(k) for k in key) for row in rows}
     runs = json.loads(file.read_text()) if file.exists() else []
     for run in runs:
@@ -62,7 +67,7 @@ def _git(*command: str) -> str:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file, each with the `about` of its run."""
+    """The rows of a file, each with its run as `about`."""
     runs = json.loads(file.read_text())
     return [
         {**row, "about": {k: v for k, v in run.items() if k != "rows"}} for run in runs for row in run["rows"]

@@ -1,14 +1,14 @@
-"""Layer norm, RMS norm and channel-first layer norm against torch; `formulas.py` against the code of models.
+"""Layer, RMS and channels-first layer norm compared with torch, and `formulas.py` with the code of models.
 
     python -m benchmarks.rows [--level op|layer] [--threads 2] [--dtype float32] [--only NAME] [--cpu-time]
     python -m benchmarks.rows --grid [...]      # layer and RMS norm, 64 to 8,192 wide, 16 to 65,536 rows
 
-Results are checked before anything is timed. The sides take turns in one process, freed memory is kept for
-both. A turn is some calls in a row, so that what fits into a cache is there; a side's time is that of its
-best turn, since other work only adds to it. Times are told in copies of the input, `x.clone()`
-in the same turns: the floor is 1 forward (read and write once), 1.5 backward (read twice, write once). What
-is worst for us stands last, worst first. `--cpu-time` measures the processor time of one thread, for a
-machine that also runs other work. `benchmarks.norms_table` makes a table of the files of several processors.
+Results are checked before anything is timed. The sides alternate in one process that keeps freed memory. Each
+turn repeats the call, so that data that fits in a cache is there. A side's time is that of its best turn,
+since other work only adds to it. Times are also given in copies of the input, by `x.clone()` in the same
+turns. The floor is 1 copy forward (read and write once) and 1.5 backward (read twice, write once). A list at
+the end has the worst shapes first. `--cpu-time` measures the CPU time of one thread, for a machine that also
+does other work. `benchmarks.norms_table` makes a table from the files of several processors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from leannorm.ops.select import pick
 
 LINES = ((16384, 256), (8192, 768), (4096, 1024), (2048, 4096))
 IMAGES = ((32, 96, 56, 56), (32, 192, 28, 28), (32, 384, 14, 14))
-# a ViT-S's, a ViT-B's and a BERT's at batch 8, Swin's first
+# of a ViT-S, a ViT-B and a BERT at batch 8, and the first of Swin
 MODELS = ((1576, 384), (1576, 768), (4096, 768), (25088, 96))
 WIDTHS = (64, 96, 128, 256, 384, 768, 1024, 2048, 4096, 8192)
 GRID = tuple((n, w) for n in (16, 256, 1024, 4096, 16384, 65536) for w in WIDTHS if n * w <= 1 << 25)
@@ -50,7 +50,7 @@ def convnext_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class Family(NamedTuple):
-    """One row of the table: leannorm's function and torch's, on (x, weight, bias), and the goal `reach`."""
+    """One row of the table: leannorm's and torch's functions of (x, weight, bias), and the goal `reach`."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -121,7 +121,7 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
         def ours_backward() -> Any:
             return verbs.row_backward(dy, None, kept, rows)
 
-        if not family.rms and family.axis == len(shape) - 1:  # torch has an operator of its own here
+        if not family.rms and family.axis == len(shape) - 1:  # torch has its own operator here
             aten, size = torch.ops.aten, plain[1].shape
             _, *statistics = aten.native_layer_norm(plain[0], size, *plain[1:], 1e-5)
 
@@ -137,7 +137,7 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
 def check(
     family: Family | Formula, values: list[Tensor], gradients: list[tuple[Tensor, ...]], dtype: torch.dtype
 ) -> None:
-    """Raises if values or gradients of the two sides differ by more than a hundred roundings."""
+    """Raise if values or gradients of the two sides differ by more than a hundred roundings."""
     limit = 100 * torch.finfo(dtype).eps
     for ours, torchs in ((values[0], values[1]), *zip(*gradients, strict=True)):
         off = (ours.float() - torchs.float()).abs().max() / torchs.float().abs().max()
@@ -146,11 +146,11 @@ def check(
 
 
 def prepare_formula(of: Formula, shape: tuple[int, ...], dtype: torch.dtype, _: str) -> tuple[Sides, Tensor]:
-    """Both sides as a model calls them; `level` makes no difference."""
+    """Both sides as a model calls them, whatever the level."""
     torch.manual_seed(0)
     leaves = of.make(shape, dtype)
     results = [out if isinstance(out, tuple) else (out,) for out in (of.ours(*leaves), of.theirs(*leaves))]
-    dy = [torch.randn_like(y) for y in results[0]]  # laid out as the output is
+    dy = [torch.randn_like(y) for y in results[0]]  # in the layout of the output
 
     def back(y: tuple[Tensor, ...]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
@@ -158,16 +158,16 @@ def prepare_formula(of: Formula, shape: tuple[int, ...], dtype: torch.dtype, _: 
     check(of, [y[0] for y in results], [back(y)() for y in results], dtype)
     plain = [leaf.detach() for leaf in leaves]
     forward = (lambda: of.ours(*plain)), (lambda: of.theirs(*plain))
-    # the input's bytes in one piece, whatever it is a slice of
+    # as many bytes as the input, contiguous
     return Sides(forward, (back(results[0]), back(results[1]))), torch.empty_like(plain[0]).copy_(plain[0])
 
 
 DIRECTIONS = "forward", "backward"
-ROUND = 1e-3  # seconds that a side has the machine for, in a turn
+ROUND = 1e-3  # seconds that a side runs in each turn
 
 
 def turns(sides: tuple[Callable[[], Any], ...], seconds: float, clock: Callable[[], float]) -> list[float]:
-    """Milliseconds of a call of each side; the sides take turns for about `seconds`."""
+    """Milliseconds per call of each side; the sides alternate for about `seconds`."""
     for side in sides:
         side()
     found: list[list[float]] = [[] for _ in sides]
@@ -175,7 +175,7 @@ def turns(sides: tuple[Callable[[], Any], ...], seconds: float, clock: Callable[
     while time.perf_counter() < end or len(found[0]) < 9:
         for side, times in zip(sides, found, strict=True):
             start = clock()
-            side()  # brings into the cache what fits
+            side()  # loads the cache
             calls = max(1, min(50, int(ROUND / max(clock() - start, 1e-9))))
             start = clock()
             for _ in range(calls):
@@ -220,7 +220,9 @@ def worst_first(found: dict[str, list[list[Timing]]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--level", choices=("op", "layer"), default="op")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
@@ -246,12 +248,12 @@ def main() -> None:
         for direction, asked, timings in zip(DIRECTIONS, family.reach, zip(*of, strict=True), strict=True):
             mean = math.exp(sum(math.log(t.torchs / t.ours) for t in timings) / len(timings))
             share = median(t.floor / t.ours for t in timings)
-            verdict = "reached" if mean >= asked else "falls short"
-            told = f"{mean:.2f}x (reach {asked}x, {verdict}), {share:.2f} of the floor"
+            verdict = "reached" if mean >= asked else "missed"
+            told = f"{mean:.2f}x torch's speed (goal {asked}x, {verdict}), floor {share:.2f} of the time"
             print(f"{family.name} {direction}: {told}")
             shapes = [t._asdict() for t in timings]
             report[f"{family.name}, {direction}"] = {"ratio": mean, "floor": share, "shapes": shapes}
-    print("Forward and backward, worst first:", *worst_first(found), sep="\n")
+    print("Forward and backward together, worst first:", *worst_first(found), sep="\n")
     if options.json:
         about = {**record.about(), "dtype": options.dtype}
         options.json.write_text(json.dumps({**about, "rows": report}, indent=1) + "\n")

@@ -1,12 +1,13 @@
-"""What norms and `lean()` send on 8 to 16,384 ranks, by a formula that is compared with gloo ranks here.
+"""What norms and `lean()` send on 8 to 16,384 ranks: a model, compared with gloo ranks on this machine.
 
     python -m benchmarks.scaling [--ranks 2 4 8] [--repeats 40] [--json FILE]
 
-Prints, and writes, tables. *Model*: messages one after another, bytes that a rank sends, microseconds of a
-layer's training step. *Recorded*: the collectives that a step asks for, beside the formula's; on real ranks,
-and, of DTensors, on torch's fake backend with up to 16,384. *Wire*: what rank 0's sockets sent, to the byte.
-*Time*: each exchange, beside the formula with the latency and the bandwidth of a ping between two of the same
-ranks. *Waiting*: of ranks whose steps take unequal time. The ranks are bound to cores.
+Prints these tables. *model*: consecutive messages, bytes that a rank sends, and microseconds, for a training
+step of a layer. *recorded*: the collectives that a step asks for, next to the model's, on real ranks and, for
+DTensors, on torch's fake backend with up to 16,384 ranks. *wire*: the bytes that rank 0's sockets sent.
+*time*: each exchange, next to the model with the latency and bandwidth of a ping between two of the same
+ranks. *waiting*: how long ranks wait for each other if their steps take unequal time. Each rank is bound to a
+core.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from leannorm.distributed.communicator import _GATHERED
 CHANNELS = 64  # of the layers below, and the width of their rows
 TOKENS = (2, 16)  # of the row norms: samples and positions on a rank
 GROUPS = (2, 8)  # of the group norm: samples, groups
-PLAN = 64  # bytes: a plan says of each saved tensor whether it is rebuilt
+PLAN = 64  # bytes: whether each saved tensor is rebuilt
 RANKS = (8, 64, 512, 4096, 16384)
 
-# seconds a message, bytes a second: published orders of magnitude
+# seconds per message, bytes per second: published orders of magnitude
 NETWORKS = {
     "NVLink, one host": (3e-6, 200e9),
     "InfiniBand": (5e-6, 25e9),
@@ -35,14 +36,14 @@ NETWORKS = {
 
 
 class Collective(NamedTuple):
-    """One that all ranks take part in: `bytes` is what each of them gives."""
+    """A collective of all ranks; each of them contributes `bytes`."""
 
     kind: str
     bytes: int
 
 
 class Cost(NamedTuple):
-    """Messages one after another, the bytes that the busiest rank sends, and those one after another."""
+    """Consecutive messages, the bytes that the busiest rank sends, and those sent one after another."""
 
     messages: int
     bytes: float
@@ -53,7 +54,7 @@ class Cost(NamedTuple):
 
 
 def ring(of: Collective, ranks: int) -> Cost:
-    """Around a ring: what gloo does, and NCCL for large messages. A broadcast goes by a binomial tree."""
+    """The cost around a ring, as in gloo, and in NCCL for large messages; a broadcast takes a tree."""
     if of.kind == "broadcast":
         return tree(of, ranks)
     of_others = of.bytes * (ranks - 1)
@@ -64,9 +65,9 @@ def ring(of: Collective, ranks: int) -> Cost:
 
 
 def tree(of: Collective, ranks: int) -> Cost:
-    """As many messages as the logarithm of the ranks: NCCL's trees; for gathers its PAT (2.23 and later)."""
+    """The cost of log2(ranks) messages: NCCL's trees, and for gathers its PAT algorithm (2.23 and later)."""
     depth = (ranks - 1).bit_length()
-    if of.kind == "all_gather":  # what is sent doubles with each message
+    if of.kind == "all_gather":  # each message has twice the bytes of the one before
         return Cost(depth, of.bytes * (ranks - 1), of.bytes * (ranks - 1))
     if of.kind == "broadcast":
         return Cost(depth, of.bytes * depth, of.bytes * depth)
@@ -74,7 +75,7 @@ def tree(of: Collective, ranks: int) -> Cost:
 
 
 def _sum(numbers: int) -> Collective:
-    """A sum of this library's statistics, four numbers a channel behind a header."""
+    """A sum of this library's statistics: a header, then four numbers per channel."""
     return Collective("all_reduce", 8 * message_size(numbers))
 
 
@@ -82,10 +83,10 @@ def _of_weights(width: int) -> list[Collective]:
     return [Collective("all_reduce", 4 * width)] * 2
 
 
-_INPUT = 4 * math.prod(TOKENS) * CHANNELS  # bytes of a rank's part of a row norm's input
+_INPUT = 4 * math.prod(TOKENS) * CHANNELS  # bytes of a rank's part of the input of a row norm
 OURS, TORCHS = "SyncBatchNorm", "torch.nn.SyncBatchNorm"
 GROUP, PLANS = "group norm, positions cut", "lean(), if rank 0's plan were sent"
-# what a training step of one layer sends in float32, the sum of the weights' gradients where ranks hold parts
+# what a training step of one layer sends in float32; sharded norms also sum the weights' gradients
 NORMS: dict[str, list[Collective]] = {
     "batch norm": [],
     OURS: [_sum(CHANNELS)] * 2,
@@ -100,7 +101,7 @@ NORMS: dict[str, list[Collective]] = {
 
 
 def over_gloo(norm: str, ranks: int) -> list[Collective]:
-    """The collectives over gloo on CPUs, where this library gathers its sums while they are small."""
+    """The collectives over gloo on CPUs, where this library gathers small sums."""
     sums = (_sum(CHANNELS), _sum(math.prod(GROUPS)))
     return [
         Collective("all_gather", c.bytes) if c in sums and c.bytes * ranks <= 8 * _GATHERED else c
@@ -109,12 +110,12 @@ def over_gloo(norm: str, ranks: int) -> list[Collective]:
 
 
 def sums_by_tree(of: Collective, ranks: int) -> Cost:
-    """Where gathers go around a ring: NCCL's, with several GPUs a host."""
+    """The cost if gathers go around a ring, as in NCCL with several GPUs per host."""
     return ring(of, ranks) if of.kind == "all_gather" else tree(of, ranks)
 
 
 def model(norm: str, ranks: int, latency: float, bandwidth: float) -> dict[str, Any]:
-    """A layer's step, each collective by the faster of ring and tree; `by_ring`: gathers have no tree."""
+    """A layer's step, each collective by the faster of ring and tree. `by_ring`: gathers have no tree."""
 
     def seconds(cost: Cost) -> float:
         return cost.seconds(latency, bandwidth)
@@ -143,9 +144,9 @@ def modelled() -> list[dict[str, Any]]:
 
 
 def slowest(ranks: int) -> float:
-    """The expected greatest of so many standard normal numbers: how long a sum waits, in spreads of a step.
+    """The expected maximum of this many normal numbers: how long a sum waits, in spreads of a step.
 
-    The integral of x d(Phi(x)^p), by the midpoint rule.
+    Computes the integral of x d(Phi(x)^p) by the midpoint rule.
     """
     width, total, before = 1e-3, 0.0, 0.0
     for i in range(20_000):
@@ -163,8 +164,8 @@ def waiting() -> list[dict[str, Any]]:
     ]
 
 
-FRAMES = 288  # bytes of gloo's six frames a message: it sends in two parts, each asked for and acknowledged
-BROADCAST = 96  # of a broadcast's two: it sends in one part
+FRAMES = 288  # bytes of gloo's six frames per message: two parts, each requested and acknowledged
+BROADCAST = 96  # of a broadcast's two frames: it has one part
 
 
 def _frames(of: Collective) -> int:
@@ -172,18 +173,18 @@ def _frames(of: Collective) -> int:
 
 
 def on_the_wire(collectives: list[Collective], ranks: int) -> int:
-    """The bytes that the sockets of gloo's rank 0 send: the collectives' own, and gloo's frames."""
+    """The bytes that the sockets of gloo's rank 0 send: payload and gloo's frames."""
     costs = [(ring(c, ranks), _frames(c)) for c in collectives]
     return round(sum(cost.bytes + cost.messages * frames for cost, frames in costs))
 
 
 def over_loopback(collectives: list[Collective], ranks: int, latency: float, bandwidth: float) -> float:
-    """Seconds of these over gloo; `latency` is that of a message of six frames, one of two takes a third."""
+    """Seconds over gloo. `latency` is for a message of six frames; a message of two takes a third."""
     return sum(ring(c, ranks).seconds(latency * _frames(c) / FRAMES, bandwidth) for c in collectives)
 
 
 def told(rows: list[dict[str, Any]]) -> str:
-    """The rows as a table each."""
+    """Format the rows, one table after another."""
     lines = []
     for name in dict.fromkeys(row["table"] for row in rows):
         of = [{k: v for k, v in row.items() if k != "table"} for row in rows if row["table"] == name]
@@ -198,7 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="benchmarks.scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help="none: the model alone")
+    ranks = "numbers of gloo ranks to start; with none, only the model runs"
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8], help=ranks)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

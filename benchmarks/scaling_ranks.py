@@ -1,7 +1,7 @@
-"""The ranks of `benchmarks.scaling`: what the steps of its norms ask for, send and take, on real processes.
+"""The ranks of `benchmarks.scaling`: what the steps of norms request, send and take, in real processes.
 
-Ranks are gloo's, over loopback, each bound to a core. With torch's fake backend, whose collectives return at
-once, what DTensors send is also recorded as rank 0 of thousands.
+The ranks use gloo over loopback, each bound to a core. What DTensors send is also recorded as rank 0 of
+thousands, with torch's fake backend, whose collectives return at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.scaling import CHANNELS, NORMS, OURS, PLANS, TORCHS, Collective
 from benchmarks.scaling_steps import Recorder, Step, row_norms, steps, torchs_kernels, under_lean
 from leannorm import nn
 
-SPREAD = 4e-3  # seconds, of the ranks' unequal steps
+SPREAD = 4e-3  # seconds: the standard deviation of the ranks' unequal steps
 
 
 # ------------------------------------------------ what sockets send, and how long it takes
 
 
 def sent_by_sockets() -> int:
-    """The bytes that this process's connections have sent, once each, without TCP's own; Linux tells them."""
+    """The bytes that this process has sent over TCP, without headers and retransmissions; Linux alone."""
     total = 0
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -44,7 +44,7 @@ def sent_by_sockets() -> int:
                     told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     sent, again = struct.unpack_from("QQ", told, 200)  # tcpi_bytes_sent, tcpi_bytes_retrans
                     total += sent - again
-        except OSError:  # closed meanwhile, or not connected
+        except OSError:  # closed in the meantime, or not connected
             continue
     return total
 
@@ -58,13 +58,13 @@ def _settled() -> int:
 
 
 def on_the_wire(step: Step, times: int = 5) -> float:
-    """The bytes that this rank sends in a step, the median of three counts: a frame may come late."""
+    """The bytes that this rank sends per step, the median of three counts, since frames may be late."""
     counts = []
     for _ in range(3):
         dist.barrier()
-        time.sleep(0.1)  # its last frames are on their way
+        time.sleep(0.1)  # the last frames are on their way
         before = _settled()
-        time.sleep(0.1)  # every rank has looked
+        time.sleep(0.1)  # until every rank has counted
         for _ in range(times):
             step()
         counts.append((_settled() - before) / times)
@@ -72,7 +72,7 @@ def on_the_wire(step: Step, times: int = 5) -> float:
 
 
 def _seconds(step: Step, repeats: int, in_a_row: int = 10) -> float:
-    """The lower quartile of the slowest rank's seconds, as other processes may be at work."""
+    """The lower quartile of the slowest rank's seconds, since other processes may be running."""
     times = []
     for _ in range(repeats + 3):
         dist.barrier()
@@ -97,7 +97,7 @@ def _runs(of: Collective, world: int) -> Step:
 
 
 def ping(repeats: int) -> tuple[float, float]:
-    """Seconds a message and bytes a second of gloo's ring of ranks 0 and 1 alone, each to the other."""
+    """Seconds per message and bytes per second of gloo's ring with only ranks 0 and 1."""
     pair = dist.new_group([0, 1])
     taken = []
     for size in (8, 2**20):
@@ -114,9 +114,9 @@ def ping(repeats: int) -> tuple[float, float]:
 
 
 def waited(world: int, sums: int) -> tuple[float, float]:
-    """The mean wait for a sum of ranks whose steps take unequal time, and the spread of these times.
+    """The mean wait for a sum if ranks take unequal time for their steps, and the spread of these times.
 
-    A rank waits for as much longer than the last one to come, which finds all others there.
+    A rank's wait is its time in the call minus that of the last rank to arrive, which waits for no other.
     """
     layer, x = nn.SyncBatchNorm(CHANNELS), torch.randn(2, CHANNELS, 1, 1)
     draw = torch.Generator().manual_seed(dist.get_rank())
@@ -161,7 +161,7 @@ def _work(rank: int, world: int, file: str, how: tuple[int, float], end: Any) ->
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     library, rows = torchs_kernels(), []
     for norm, step in steps(world).items():
-        for _ in range(2):  # the first ones connect the ranks
+        for _ in range(2):  # the first steps connect the ranks
             step()
         with Recorder() as recorder:
             step()
@@ -196,7 +196,7 @@ def _work(rank: int, world: int, file: str, how: tuple[int, float], end: Any) ->
 
 
 def measured(world: int, repeats: int) -> list[dict[str, Any]]:
-    """The rows of so many gloo ranks, as rank 0 has them."""
+    """Start this many gloo ranks, and return the rows of rank 0."""
     return _started(world, _work, (repeats, round(os.getloadavg()[0], 1)))
 
 
@@ -215,7 +215,7 @@ def _fake(rank: int, world: int, file: str, worlds: Sequence[int], end: Any) -> 
 
 
 def faked(worlds: Sequence[int]) -> list[dict[str, Any]]:
-    """What rank 0 of so many asks for, by torch's fake backend."""
+    """What rank 0 of this many ranks requests, by torch's fake backend."""
     return _started(1, _fake, worlds)
 
 
@@ -234,7 +234,7 @@ def _started(world: int, function: Callable[..., None], argument: Any) -> list[d
             process.start()
         sender.close()
         try:
-            rows: list[dict[str, Any]] = receiver.recv()  # EOFError: the ranks have said why they ended
+            rows: list[dict[str, Any]] = receiver.recv()  # EOFError: the ranks have printed why they ended
         finally:
             for process in processes:
                 process.join()

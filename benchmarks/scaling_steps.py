@@ -1,7 +1,7 @@
-"""A training step of each norm that `benchmarks.scaling` counts, and what it asks for of torch.distributed.
+"""A training step of each norm that `benchmarks.scaling` counts, and what it requests of torch.distributed.
 
-Torch's own SyncBatchNorm has no kernels for CPUs: here it gets formulas for its five, so that its exchange is
-its own.
+Torch's own SyncBatchNorm has no kernels for CPUs. Here plain formulas replace its five kernels, so that its
+exchange between ranks is unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Recorder(TorchDispatchMode):
-    """Every collective that is asked for within, of torch.distributed and of DTensors."""
+    """Records every collective of torch.distributed and of DTensors that runs within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its operations come again, on local tensors
+            return NotImplemented  # its operations arrive again, on local tensors
         name = func._opname
         if func.namespace in ("c10d", "_c10d_functional") and name not in _SILENT:
             given = args[1] if name in ("allgather_", "_allgather_base_") else args[0]
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
 
 def torchs_kernels() -> torch.library.Library:
-    """Formulas for the kernels that torch.nn.SyncBatchNorm has on devices alone."""
+    """Formulas for the kernels of torch.nn.SyncBatchNorm that exist only on devices."""
     library = torch.library.Library("aten", "IMPL", "CPU")
     over = (0, 2, 3)
 
@@ -94,7 +94,7 @@ def _torchs(weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _plain(layer: Callable[[Tensor], Tensor], world: int) -> Step:
-    """Of images; output and gradient are checked against one process with all ranks' images, or its own."""
+    """A step on images. Results are checked against one process with all ranks' images, or its own."""
     seed, mine = torch.Generator().manual_seed(0), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     x, dy = (torch.randn(2 * world, CHANNELS, 4, 4, generator=seed) for _ in range(2))
     shares = type(layer) is not nn.BatchNorm2d
@@ -113,7 +113,7 @@ def _plain(layer: Callable[[Tensor], Tensor], world: int) -> Step:
 
 
 def _sharded(layer: torch.nn.Module, mesh: Any, local: Tensor, placement: Any, shape: Sequence[int]) -> Step:
-    """Of DTensors, with the sum of the weights' gradients."""
+    """A step on DTensors, with the sum of the weights' gradients."""
     from torch.distributed.tensor import DTensor, distribute_module
 
     distribute_module(layer, mesh)
@@ -132,7 +132,7 @@ def _sharded(layer: torch.nn.Module, mesh: Any, local: Tensor, placement: Any, s
 
 
 def row_norms(world: int) -> dict[str, Step]:
-    """Of DTensors: what torch sends between and behind them."""
+    """Steps of row norms on DTensors: what torch sends between and after them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
@@ -184,9 +184,9 @@ def steps(world: int) -> dict[str, Step]:
 
 
 def under_lean(world: int) -> tuple[list[Collective], list[Collective], bool]:
-    """A network's collectives as stock, and with a plan; have all ranks one plan?
+    """The collectives of a network without and with a plan, and whether all ranks have the same plan.
 
-    Each rank has another number of samples.
+    The ranks have different numbers of samples.
     """
     model, found = _Network(), []
     for planned in (False, True):

@@ -1,18 +1,18 @@
-"""The cost of SyncBatchNorm, measured on gloo ranks; on more ranks by a model: see scaling.py.
+"""The cost of SyncBatchNorm, measured on gloo ranks. `scaling.py` models more ranks.
 
     python -m benchmarks.sync [--ranks 1 2 4] [--shapes 8x64x56x56] [--rounds 3] [--repeats 15] [--as-is]
                               [--json FILE]
     python -m benchmarks.sync --nccl [--smoke]          # on the GPUs of one host: see sync_nccl.py
 
-Every rank runs one layer (by default 8 x 64 x 56 x 56 values, forward and backward). The result is checked
-against one process before anything is timed. The sides take turns; a time is that of the slowest rank, and
-the median over the turns. The processor time is that of rank 0, including its gloo threads. Every round
-starts new processes. Each rank is bound to a core and keeps freed memory, so that the scheduler and page
-faults do not change the times; `--as-is` leaves both out.
+Every rank runs one layer forward and backward, by default on 8 x 64 x 56 x 56 values. The result is checked
+against one process before anything is timed. The sides alternate. A time is that of the slowest rank, and the
+median over the repeats. The CPU time is that of rank 0, including its gloo threads. Every round starts new
+processes. Each rank is bound to a core and keeps freed memory, so that the scheduler and page faults do not
+change the times; `--as-is` does neither.
 
-`alone` is leannorm's layer without sharing; `bare` is the same, with an all-reduce of the size of
-SyncBatchNorm's message after the forward and after the backward pass; `floor` is the four kernels of a shared
-layer, which read the tensors a second time after those sums, and nothing else; `shared` is SyncBatchNorm;
+`alone` is leannorm's layer without sharing. `bare` adds an all-reduce of the size of SyncBatchNorm's message
+after the forward pass and after the backward pass. `floor` is nothing but the four kernels of a shared layer
+and these two sums; the kernels after the sums read the tensors a second time. `shared` is SyncBatchNorm.
 `gather` is torch's exchange (an all-gather of 2 C + 1 values, then an all-reduce of 2 C) with leannorm's
 kernels.
 """
@@ -89,7 +89,7 @@ class Gather(torch.autograd.Function):
 
 
 class Floor(torch.autograd.Function):
-    """The kernels before and after each of the two sums, `exchange`, and nothing between them."""
+    """The kernels before and after each of the two sums; `exchange` is the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, exchange: Callable[[], object]) -> Tensor:
@@ -110,7 +110,7 @@ class Floor(torch.autograd.Function):
 
 
 def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor]]:
-    """The functions that are timed in turn: each runs forward and backward once and returns the output."""
+    """The functions to time: each runs forward and backward once and returns the output."""
     sync, local = nn.SyncBatchNorm(channels), nn.BatchNorm2d(channels)
     message = torch.zeros(message_size(channels), dtype=torch.float64)
 
@@ -227,7 +227,9 @@ def main() -> None:
         {**measure(world, shape, options.repeats, options.as_is), "round": k, "as_is": options.as_is}
         for world, shape, k in rounds
     ]
-    print(f"one layer, forward and backward, gloo on this machine, ms (reach of shared/bare on 4: {REACH})")
+    print(
+        f"one layer, forward and backward, gloo on this machine, ms (goal of shared/bare, 4 ranks: {REACH})"
+    )
     print(
         f"{'shape':14s}ranks{''.join(f'{side:>8s}' for side in SIDES)}   shared/bare floor/bare shared/floor"
     )
@@ -237,7 +239,7 @@ def main() -> None:
         ratios += f"{line['shared_over_floor']:13.2f}"
         print(f"{line['shape']:14s}{line['ranks']:5d}{times}{ratios}")
         busy = "".join(f"{line['processor_milliseconds'][name]:8.2f}" for name in SIDES)
-        print(f"   processor's time{busy}{line['processor_shared_over_bare']:14.2f}")
+        print(f"   CPU time        {busy}{line['processor_shared_over_bare']:14.2f}")
     if options.json:
         record.write(options.json, measured, "ranks", "shape", "round", "as_is")
 

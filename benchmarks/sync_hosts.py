@@ -1,11 +1,11 @@
-"""Measures the latency of the model in `scaling.py`: network namespaces act as hosts on slow networks.
+"""Measures the latency that `scaling.py` models: network namespaces act as hosts on slow networks.
 
     sudo python -m benchmarks.sync_hosts [--ranks 2 4] [--delays 1 2 4 8] [--json FILE]
 
-Linux, as root. Every rank runs in its own network namespace, whose only device is a tun device. This process
-forwards the packets between them, each `delay` milliseconds after it was sent. The slope of a time over the
-delay is the number of consecutive packet times, without the time that the computer adds. With gloo each of
-the model's messages takes two packet times, since the sender waits until the receiver is ready.
+Needs Linux and root. Every rank runs in its own network namespace, whose only device is a tun device. This
+process forwards the packets between them, each `delay` milliseconds after it was sent. The slope of a time
+over the delay is the number of consecutive packets, without the time that the machine adds. With gloo, each
+message of the model takes two consecutive packets, since the sender waits until the receiver is ready.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SUM = Collective("all_reduce", 4096)
 
 
 def wire(name: str) -> int:
-    """The file descriptor of a tun device `t0`, made in the namespace by a thread that enters it."""
+    """The file descriptor of a tun device `t0`, created in the namespace by a thread that enters it."""
     found: list[int] = []
 
     def open_inside() -> None:
@@ -95,7 +95,7 @@ def carry(wires: list[int], delay: list[float], stop: threading.Event) -> None:
 
 
 def rank_main(rank: int, world: int, delays: list[float], repeats: int) -> None:
-    """One rank. Rank 0 prints a request for each delay, waits for a line on stdin, and prints the times."""
+    """Run one rank. For each delay, rank 0 prints a request, waits for a line on stdin, and prints times."""
     torch.set_num_threads(1)
     address = "tcp://10.77.0.1:29400"
     dist.init_process_group(
@@ -127,7 +127,7 @@ def rank_main(rank: int, world: int, delays: list[float], repeats: int) -> None:
 
 
 def measure(world: int, delays: list[float], repeats: int) -> dict[float, dict[str, float]]:
-    """Milliseconds of every side, by delay."""
+    """Milliseconds of each side, by delay."""
     found, delay, stop = {}, [0.0], threading.Event()
     with ExitStack() as stack:
         wires = hosts(world, stack)
@@ -161,7 +161,7 @@ def measure(world: int, delays: list[float], repeats: int) -> dict[float, dict[s
 
 
 def slope(points: dict[float, float]) -> float:
-    """The least-squares slope of times over delays: the number of consecutive packet times."""
+    """The least-squares slope of times over delays: the number of consecutive packets."""
     x, y = (torch.tensor(list(v), dtype=torch.float64) for v in (points.keys(), points.values()))
     x = x - x.mean()
     return float((x * y).sum() / x.square().sum())
@@ -185,7 +185,7 @@ def main() -> None:
         model = {name: 2 * sum(ring(c, world).messages for c in sent) for name, sent in sides.items()}
         slopes = {name: slope({d: t[name] for d, t in times.items()}) for name in model}
         results[world] = {"milliseconds": times, "wire_times": slopes, "model": model}
-        print(f"{world} hosts, ms at a delay of {', '.join(f'{d:g}' for d in times)} ms; wire times in a row")
+        print(f"{world} hosts, ms at a delay of {', '.join(f'{d:g}' for d in times)} ms; consecutive packets")
         for name, expected in model.items():
             row = "".join(f"{t[name]:9.2f}" for t in times.values())
             print(f"  {name:7s}{row}   measured {slopes[name]:5.1f}   model {expected}")

@@ -1,14 +1,14 @@
-"""Shared statistics on one host of several GPUs: what they cost, uneven batches, a rank that is killed.
+"""SyncBatchNorm on the GPUs of one host: its cost, uneven batches, and a rank that is killed.
 
     python -m benchmarks.sync --nccl [--smoke] [--rounds 3] [--repeats 15] [--json FILE]
 
-One rank a GPU. Answers are held against one process on the whole batch before anything is timed. `alone` is
-our batch norm, `bare` the same with a bare sum of a message's size after its forward and after its backward
-pass, `shared` the layer itself, `torch` torch's. A time is that of ten steps in a row, by the clock with the
-device waited for on both sides, over ten; the slowest rank's; the median. Then steps whose batches have
-another size on every rank and in every step, in which the host may not wait for a device (torch raises where
-it does). At last a rank is killed, and the others say so. `--smoke`: on the CPU, over gloo, two ranks and
-tiny sizes; torch's layer is then its exchange around our kernels.
+There is one rank per GPU. Results are compared with one process on the whole batch before anything is timed.
+`alone` is our batch norm. `bare` adds a sum of a message's size after its forward and after its backward
+pass. `shared` is SyncBatchNorm, and `torch` is torch's. A time is the wall-clock time of ten steps divided by
+ten, with the device synchronized before and after: that of the slowest rank, and the median over the turns.
+Then every rank takes steps with batches of ever different sizes, in which the host may not wait for a device
+(torch raises if it does). Finally a rank is killed, and the others must report it. `--smoke` runs on the CPU,
+over gloo, with two ranks and tiny sizes; torch's layer is then its exchange with our kernels.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from leannorm.report.timing import time_step
 SHAPES = ((32, 64, 56, 56), (32, 256, 28, 28), (32, 2048, 7, 7))
 SMALL = ((4, 6, 5, 5),)
 STEPS = 10
-PATIENCE = 10.0  # seconds till the others say who was killed
+PATIENCE = 10.0  # seconds until the others report who was killed
 
 
 def sides(channels: int, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What is compared; each maps an input to its output, and its backward pass is run as well."""
+    """The layers to compare. Each maps an input to its output; its backward pass is run as well."""
     sync, local = nn.SyncBatchNorm(channels, device=device), nn.BatchNorm2d(channels, device=device)
     functions: dict[str, Callable[[Tensor], Tensor]] = {"alone": local, "bare": local, "shared": sync}
     if device.type == "cuda":
@@ -73,7 +73,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 def overhead(
     rank: int, world: int, device: torch.device, shape: tuple[int, ...], turns: int
 ) -> dict[str, Any]:
-    """Milliseconds of a step of each side, which take turns."""
+    """Milliseconds per step of each side; the sides alternate."""
     torch.manual_seed(0)
     whole = torch.randn(world * shape[0], *shape[1:])
     mine = slice(rank * shape[0], (rank + 1) * shape[0])
@@ -82,7 +82,7 @@ def overhead(
     message = torch.zeros(message_size(shape[1]), dtype=torch.float64, device=device)
     functions = sides(shape[1], device)
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(turns + 2):  # the first two warm up
+    for turn in range(turns + 2):  # the first two turns warm up
         for name, function in functions.items():
             bare = message if name == "bare" else None
             if turn == 0:
@@ -104,7 +104,7 @@ def overhead(
 
 
 def uneven(rank: int, device: torch.device, shape: tuple[int, ...], turns: int) -> dict[str, Any]:
-    """Milliseconds of a step by one size of batch, and by ever new ones of the same size in the mean."""
+    """Milliseconds per step with batches of one size, and of ever new sizes with the same mean."""
     layer = nn.SyncBatchNorm(shape[1], device=device)
     draw = random.Random(rank)
     some = torch.randn(2 * shape[0], *shape[1:], device=device, requires_grad=True)
@@ -127,7 +127,7 @@ def uneven(rank: int, device: torch.device, shape: tuple[int, ...], turns: int) 
         found[name] = 1e3 * median(seconds[1:])
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
-    try:  # sizes that were not seen before
+    try:  # sizes that did not occur before
         run([1 + (7 * size + rank) % (2 * shape[0]) for size in range(STEPS)])()
     finally:
         if device.type == "cuda":
@@ -136,7 +136,7 @@ def uneven(rank: int, device: torch.device, shape: tuple[int, ...], turns: int) 
 
 
 def killed(rank: int, world: int, device: torch.device, shape: tuple[int, ...], end: Any) -> None:
-    """The last rank is killed; each of the others sends what it heard, and after how many seconds."""
+    """Kill the last rank; each of the others sends the error that it got, and after how many seconds."""
     layer = nn.SyncBatchNorm(shape[1], timeout=PATIENCE, debug_consistency=True, device=device)
     x = torch.randn(shape, device=device)
     layer(x)
@@ -145,7 +145,7 @@ def killed(rank: int, world: int, device: torch.device, shape: tuple[int, ...], 
     start = time.monotonic()
     try:
         layer(x)
-        said = "nothing: the sum completed without the rank"
+        said = "no error: the sum completed without the rank"
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     end.send(("killed", (said, time.monotonic() - start)))
@@ -172,11 +172,11 @@ def rank_main(rank: int, world: int, port: int, smoke: bool, turns: int, end: An
     killed(rank, world, device, (SMALL if smoke else SHAPES)[0], end)
     end.close()
     sys.stdout.flush()
-    os._exit(0)  # torch would wait for the rank that was killed
+    os._exit(0)  # torch would wait for the killed rank
 
 
 def measure(world: int, smoke: bool, turns: int) -> dict[str, Any]:
-    """One run of all ranks; raises where one of them ends before its time."""
+    """Run all ranks once, and collect what they send."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -208,14 +208,14 @@ def measure(world: int, smoke: bool, turns: int) -> dict[str, Any]:
 
 
 def wrong(found: dict[str, Any]) -> list[str]:
-    """What did not go as it should."""
+    """The failures of a run."""
     world, last = found["ranks"], f"rank {found['ranks'] - 1}"
-    problems = [] if found["shapes"] else ["no rank measured anything; what it raised stands above"]
+    problems = [] if found["shapes"] else ["no rank measured anything; the exception is printed above"]
     for rank in range(world - 1):
-        heard = found["killed"].get(rank, {"said": "nothing: it ended before", "seconds": 0.0})
+        heard = found["killed"].get(rank, {"said": "nothing: it ended before that", "seconds": 0.0})
         if last not in heard["said"] or "SyncError" not in heard["said"] or heard["seconds"] > PATIENCE + 1:
             problems.append(
-                f"{last} was killed; rank {rank} heard in {heard['seconds']:.1f} s: {heard['said']}"
+                f"{last} was killed; rank {rank} got in {heard['seconds']:.1f} s: {heard['said']}"
             )
     return problems
 
@@ -223,7 +223,7 @@ def wrong(found: dict[str, Any]) -> list[str]:
 def main(smoke: bool, rounds: int, turns: int, out: Path | None) -> int:
     world = 2 if smoke else torch.cuda.device_count()
     if world < 2:
-        print(f"--nccl needs at least 2 GPUs, torch finds {world}; --smoke runs it over gloo on the CPU")
+        print(f"--nccl needs at least 2 GPUs, and torch finds {world}; --smoke runs over gloo on the CPU")
         return 2
     measured = [measure(world, smoke, turns) for _ in range(rounds)]
     where = "gloo, CPU" if smoke else f"NCCL, {world} x {torch.cuda.get_device_name(0)}"
@@ -237,8 +237,8 @@ def main(smoke: bool, rounds: int, turns: int, out: Path | None) -> int:
             print(f"{name:17s}{times}   {found['shared_over_bare']:11.3f}{batches}")
     problems = [problem for run in measured for problem in wrong(run)]
     for heard in measured[-1]["killed"].values():
-        print(f"a rank killed, after {heard['seconds']:.1f} s: {heard['said']}")
-    print("\n".join(f"WRONG: {problem}" for problem in problems) or "all as it should be")
+        print(f"{heard['seconds']:.1f} s after a rank was killed: {heard['said']}")
+    print("\n".join(f"WRONG: {problem}" for problem in problems) or "everything is as it should be")
     if out:
         out.write_text(json.dumps({"where": where, "measured": measured, "wrong": problems}, indent=2))
     return int(bool(problems))

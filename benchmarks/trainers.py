@@ -1,8 +1,9 @@
-"""What `lean()` holds of a training step in others' trainers, as docs/recipes/trainers.md has it.
+"""What `lean()` keeps of a training step in the trainers of docs/recipes/trainers.md.
 
     python -m benchmarks.trainers [TRAINER ...] [--json FILE]
 
-A few steps each, of those whose package is installed. Equal are all losses and weights.
+Takes a few steps with each trainer whose package is installed. Activations and peak memory are relative to
+plain PyTorch, and all losses and weights are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from leannorm.saving import lean, make_lean
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes" / "trainers.md"
 Setting = Literal["norm", "conv"]
-Trained = tuple[nn.Module, list[float], Callable[[], Tensor]]  # losses of the steps, and the loss of another
+Trained = tuple[nn.Module, list[float], Callable[[], Tensor]]  # losses of the steps, and a forward pass
 
 
 def _of_page(package: str) -> dict[str, Any]:
-    """What the page's file for this package defines."""
+    """What the file for this package on the page defines."""
     (code,) = (
         found for found in re.findall(r"(?s)\$ cat \S+\n(.*?)```", PAGE.read_text()) if package in found
     )
@@ -41,10 +42,10 @@ def _of_page(package: str) -> dict[str, Any]:
 
 
 def _nnunet(setting: Setting | None) -> Trained:
-    """nnU-Net's trainer, or the class of the page, on plans made by hand; whole steps on noise."""
+    """Train by nnU-Net's trainer, or by the page's class, on hand-written plans and noise."""
     folder = Path(mkdtemp())
     (folder / "Made" / "made").mkdir(parents=True)
-    (folder / "Made" / "made" / "case.b2nd").touch()  # tells the kind of data
+    (folder / "Made" / "made" / "case.b2nd").touch()  # the suffix decides how nnU-Net reads data
     os.environ |= dict.fromkeys(("nnUNet_raw", "nnUNet_preprocessed", "nnUNet_results"), str(folder))
     from nnunetv2.training.nnUNetTrainer.nnUNetTrainer import nnUNetTrainer
 
@@ -89,7 +90,7 @@ def _nnunet(setting: Setting | None) -> Trained:
 
 
 def _monai(setting: Setting | None) -> Trained:
-    """MONAI's trainer on its UNet with dropout; two epochs of noise."""
+    """Train MONAI's UNet with dropout by its trainer, for two epochs of noise."""
     from monai.engines import SupervisedTrainer
     from monai.losses import DiceCELoss
 
@@ -127,8 +128,10 @@ def _trained(model: nn.Module, loss: Callable[[], Tensor]) -> list[float]:
 
 
 def _torchtitan(setting: Setting | None) -> Trained:
-    """Its small Llama, sharded by its own function over one process; torch's attention, as Flex has no
-    backward pass on a CPU."""
+    """Train torchtitan's small Llama, sharded over one process by its own function.
+
+    Its attention is torch's, as FlexAttention has no backward pass on a CPU.
+    """
     import torch.distributed as dist
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, parallel_dims
@@ -176,7 +179,7 @@ def _torchtitan(setting: Setting | None) -> Trained:
 
 
 def _accelerate(setting: Setting | None) -> Trained:
-    """torchvision's ResNet-18 prepared by an Accelerator."""
+    """Train torchvision's ResNet-18, prepared by an Accelerator."""
     from accelerate import Accelerator
     from torchvision.models import resnet18
 
@@ -197,7 +200,7 @@ def _accelerate(setting: Setting | None) -> Trained:
 
 
 def _trl(setting: Setting | None) -> Trained:
-    """A small Llama in TRL's trainer, which prepares nothing; its tokens are made."""
+    """Train a small Llama on random tokens by TRL's trainer."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from tokenizers import Tokenizer, models
@@ -233,7 +236,7 @@ def _trl(setting: Setting | None) -> Trained:
     return model, losses, loss
 
 
-TRAINERS = {  # and the package that each is of
+TRAINERS = {  # and the package that each needs
     "nnU-Net": ("nnunetv2", _nnunet),
     "MONAI": ("ignite", _monai),
     "accelerate": ("accelerate", _accelerate),
@@ -243,7 +246,7 @@ TRAINERS = {  # and the package that each is of
 
 
 def of_trainer(name: str) -> Iterator[Row]:
-    """The rows of one trainer."""
+    """Yield the rows of one trainer."""
     import_torchvision()
     stock: list[Any] = []
     settings: dict[str, Setting | None] = {

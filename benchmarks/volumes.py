@@ -1,11 +1,13 @@
-"""`lean()` on networks for volumes, of nnU-Net and MONAI: held, peak and time, of stock's.
+"""`lean()` on networks for volumes, from nnU-Net and MONAI: kept activations, peak memory and step time.
 
     python -m benchmarks.volumes [NETWORK ...] [--json FILE]
     python -m benchmarks.volumes --time [NETWORK ...]
 
-Two cubes of 64³; gradients are compared. The second is stock's processor time of a step in times of the
-converted network's, and of an instance norm with its LeakyReLU in times of ours. All on one thread, in turns.
-`pip install --no-deps dynamic-network-architectures monai einops`; "two stages" needs none of them.
+All numbers are relative to plain PyTorch, on two cubes of 64 per side and one thread. The settings alternate,
+and gradients are compared. `--time` instead prints the speed-up of `convert` in CPU time, of a step of each
+network, and of an instance norm with its LeakyReLU.
+`pip install --no-deps dynamic-network-architectures monai einops` brings the networks; "two stages" needs
+none of these packages.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def block(inputs: int, outputs: int, stride: int = 1, p: float = 0.0) -> nn.Modu
 
 
 class UNet(nn.Module):
-    """Two stages, skips, deep supervision; `up`: a transposed convolution or an interpolation."""
+    """Two stages, skips and deep supervision; `up` is "transposed" or a mode of interpolation."""
 
     def __init__(self, up: str = "transposed", pool: str | None = None, p: float = 0.0) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class UNet(nn.Module):
         self.pool = {"max": nn.MaxPool3d(2), "average": nn.AvgPool3d(2), None: nn.Identity()}[pool]
         self.up = nn.ConvTranspose3d(16, 8, 2, 2) if up == "transposed" else nn.Conv3d(16, 8, 1)
         self.mode, self.last = up, nn.Sequential(block(16, 8), nn.Conv3d(8, 3, 1))
-        self.beside = nn.Conv3d(16, 3, 1)
+        self.deep = nn.Conv3d(16, 3, 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         fine = self.fine(x)
@@ -50,7 +52,7 @@ class UNet(nn.Module):
         up = self.up(coarse)
         if self.mode != "transposed":
             up = F.interpolate(up, scale_factor=2, mode=self.mode)
-        return self.last(torch.cat((up, fine), 1)), self.beside(coarse)
+        return self.last(torch.cat((up, fine), 1)), self.deep(coarse)
 
 
 def _of_nnunet(name: str, **settings: Any) -> nn.Module:
@@ -88,7 +90,7 @@ NETWORKS: dict[str, tuple[tuple[str, ...], Callable[[], nn.Module]]] = {  # and 
     "SegResNet": (MONAI, lambda: _of_monai("SegResNet", init_filters=8, dropout_prob=0.1)),
     "SwinUNETR": (EINOPS, lambda: _of_monai("SwinUNETR", feature_size=12)),
 }
-_SIDE = {"SwinUNETR": 64}  # it halves five times
+_SIDE = {"SwinUNETR": 64}  # it halves the sides five times
 
 
 def lacking(name: str) -> str | None:
@@ -97,14 +99,14 @@ def lacking(name: str) -> str | None:
 
 
 def volumes(name: str, count: int = 1, side: int = 32) -> tuple[nn.Module, Tensor]:
-    """The network, in training, and so many cubes."""
+    """The network in training mode, and this many cubes."""
     import_torchvision()
     torch.manual_seed(0)
     return NETWORKS[name][1]().train(), torch.randn(count, 1, *[_SIDE.get(name, side)] * 3)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Of all outputs, for deep supervision, against shifted predictions."""
+    """The loss of all outputs, as in deep supervision, with shifted predictions as targets."""
     outputs = model(x)
     if not isinstance(outputs, (list, tuple)):
         outputs = outputs.unbind(1) if outputs.dim() == 6 else [outputs]
@@ -113,7 +115,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def measure(name: str, count: int = 1, side: int = 32, turns: int = 0) -> Iterator[held.Row]:
-    """The rows of one network."""
+    """Yield the rows of one network."""
     model, x = volumes(name, count, side)
 
     def loss() -> Tensor:
@@ -129,11 +131,11 @@ _SIZES = (2, 32, 64, 64, 64), (2, 64, 32, 32, 32), (2, 128, 16, 16, 16), (2, 320
 
 
 def _ratio(model: nn.Module, x: Tensor, forward: Callable[[nn.Module, Tensor], Tensor], turns: int) -> float:
-    """The model's median time of a step by that of its converted copy, whose output is compared first."""
+    """The model's median step time divided by that of its converted copy. Outputs are compared first."""
     models = model, convert(copy.deepcopy(model))
     outputs = [forward(m, x).detach() for m in models]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-    gradient = torch.randn_like(outputs[1])  # in the layout of the input, as layers give it
+    gradient = torch.randn_like(outputs[1])  # in the layout of the output
     spent: list[list[float]] = [[], []]
     for _ in range(turns):
         for m, times in zip(models, spent, strict=True):
@@ -146,7 +148,7 @@ def _ratio(model: nn.Module, x: Tensor, forward: Callable[[nn.Module, Tensor], T
 
 
 def tell_times(names: Iterable[str], turns: int = 9) -> None:
-    """Print the ratios, contiguous and channels_last_3d."""
+    """Print the speed-ups, contiguous and channels_last_3d."""
 
     def told(name: str, ratios: Iterable[float]) -> None:
         print(f"{name:48}", *(f"{ratio:5.2f}" for ratio in ratios), flush=True)
@@ -162,12 +164,12 @@ def tell_times(names: Iterable[str], turns: int = 9) -> None:
 
 def main() -> None:
     parser = held.parser_of(__doc__, NETWORKS, "NETWORK")
-    parser.add_argument("--time", action="store_true", help="a step after convert, in the place of bytes")
+    parser.add_argument("--time", action="store_true", help="print the speed-up of convert instead")
     options = held.parsed(parser)
     names = options.names or NETWORKS
     for name in names:
         if (needs := lacking(name)) is not None:
-            print(f"{name}: needs {needs.replace('_', '-')}, installed with --no-deps")
+            print(f"{name} needs {needs.replace('_', '-')}: pip install --no-deps")
     if options.time:
         return tell_times(name for name in names if lacking(name) is None)
     found = (row for name in names if lacking(name) is None for row in measure(name, 2, 64, turns=5))

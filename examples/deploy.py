@@ -1,4 +1,4 @@
-"""A model that was trained lean leaves as `.pt2` and as ONNX, which need no leannorm where they run.
+"""Export a model that was trained under `lean()` to `.pt2` and ONNX, which run without leannorm.
 
     python examples/deploy.py
 

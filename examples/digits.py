@@ -1,9 +1,9 @@
-"""Handwritten digits with plain torch: the same training twice, stock and in less memory.
+"""Handwritten digits, trained twice: in plain PyTorch, and in less memory under `lean()`.
 
     python examples/digits.py
 
-Needs scikit-learn (`pip install 'leannorm[demo]'`), which brings 1,797 digits. The only line that differs is
-the `with` around the forward pass.
+Needs scikit-learn (`pip install 'leannorm[demo]'`), which has 1,797 digits. The only difference is the `with`
+around the forward pass.
 """
 
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ import leannorm
 
 
 def network():
-    """Four convolutions, each with batch norm and an activation: what most vision models consist of."""
+    """Four convolutions, each with batch norm and an activation, as in most vision models."""
     sizes = [(1, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2)]
     blocks = [
         nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.SiLU(inplace=True))

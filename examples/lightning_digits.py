@@ -2,7 +2,7 @@
 
     python examples/lightning_digits.py
 
-Needs lightning and scikit-learn. The only line that differs is `callbacks=[lean_callback()]`.
+Needs lightning and scikit-learn. The only difference is `callbacks=[lean_callback()]`.
 """
 
 import with_torchvision as with_torchvision  # lightning imports torchvision
@@ -54,7 +54,7 @@ def train(dataset, callbacks):
 
 def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")  # it would like more workers for the loader
+    warnings.filterwarnings("ignore", module="lightning")  # it suggests more workers for the loader
     (images, labels), _ = data()
     dataset = torch.utils.data.TensorDataset(images, labels)
     callback = lean_callback()
@@ -62,7 +62,7 @@ def main():
     same_weights(model, train(dataset, [callback]))
     saved = callback.saved
     print(
-        f"the last step held {saved.kept_bytes / 1e6:.1f} MB and rebuilt {saved.rebuilt_bytes / 1e6:.1f} MB"
+        f"the last step kept {saved.kept_bytes / 1e6:.1f} MB and rebuilt {saved.rebuilt_bytes / 1e6:.1f} MB"
     )
     held(model, lambda: model.training_step((images[:250], labels[:250]), 0))
 

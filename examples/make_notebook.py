@@ -1,8 +1,8 @@
-"""Makes each notebook from its script, `which_setting.ipynb` from `which_setting.py`, and runs it.
+"""Makes each notebook from its script, such as `which_setting.ipynb` from `which_setting.py`, and runs it.
 
     python examples/make_notebook.py [NAME ...]
 
-Needs nbclient and ipykernel. Cells begin with `# %%`; those with `[markdown]` after it are text.
+Needs nbclient and ipykernel. A cell of code begins with `# %%`, and one of text with `# %% [markdown]`.
 """
 
 import sys
@@ -17,7 +17,7 @@ NAMES = ("memory_over_a_step", "which_setting", "misbehaving_norm")
 
 
 def notebook_of(name):
-    """The notebook, with no outputs. Cells are numbered, so that the same source makes the same file."""
+    """The notebook without outputs. Cells are numbered, so that the same source makes the same file."""
     source, cells = (FOLDER / f"{name}.py").read_text(), []
     for number, part in enumerate(source.split("# %%")[1:]):
         head, _, body = part.partition("\n")
@@ -31,9 +31,9 @@ def notebook_of(name):
 
 
 def run(notebook):
-    """Execute every cell in a new kernel; the outputs are written into the notebook."""
+    """Execute every cell in a new kernel, and write the outputs into the notebook."""
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", record_timing=False).execute()
-    notebook.metadata.pop("language_info", None)  # names the version of Python
+    notebook.metadata.pop("language_info", None)  # has the version of Python
     return notebook
 
 

@@ -1,4 +1,4 @@
-"""What every example prints: the bytes that a forward pass holds for its backward pass, stock and lean."""
+"""What every example prints: the bytes that a forward pass keeps for backward, without and with `lean()`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from leannorm.report.memory import measure_step
 
 
 def held(model: nn.Module, loss_of: Callable[[], Tensor], **settings: Any) -> float:
-    """Run a step stock and under `lean(**settings)`, print what each holds and return the ratio.
+    """Run steps without and with `lean(**settings)`, print what each keeps, and return the ratio.
 
     `loss_of` is the forward pass. Gradients are dropped before each step, so that they count for both. The
-    second step counts: under a plan the first one holds as little as it can.
+    second step counts, because the first one under a plan keeps as little as possible.
     """
     nbytes = []
     for around in (None, lean(**settings)):
@@ -26,16 +26,17 @@ def held(model: nn.Module, loss_of: Callable[[], Tensor], **settings: Any) -> fl
     model.zero_grad(set_to_none=True)
     stock, ours = nbytes
     print(
-        f"held after forward: stock {stock / 1e6:.1f} MB, lean {ours / 1e6:.1f} MB, ratio {ours / stock:.2f}"
+        f"kept after forward: plain PyTorch {stock / 1e6:.1f} MB, lean {ours / 1e6:.1f} MB, "
+        f"ratio {ours / stock:.2f}"
     )
     return ours / stock
 
 
 def same_weights(a: nn.Module, b: nn.Module) -> bool:
-    """Are all parameters and buffers equal, bit for bit? Prints the answer."""
+    """Whether all parameters and buffers are equal bit for bit; also prints the answer."""
     mine, theirs = a.state_dict(), b.state_dict()
     same = mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
-    print(f"weights after training, stock and lean: {'equal bit for bit' if same else 'different'}")
+    print(f"weights after training, plain PyTorch and lean: {'equal bit for bit' if same else 'different'}")
     return same
 
 

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Memory over a training step, before and after `lean()`
 #
-# A small residual network on two photographs. The pictures show the bytes alive at every moment of one step:
-# first as it is, then with its forward pass in `leannorm.lean`. Parameters and the batch are not counted.
+# A small residual network learns from two photographs. The plots show the bytes that are allocated at every
+# moment of a training step, in plain PyTorch and with the forward pass in `leannorm.lean`. Parameters and the
+# batch are not counted.
 #
 # This notebook is made from `memory_over_a_step.py` by `python examples/make_notebook.py`. It needs
 # scikit-learn, pillow and matplotlib.
@@ -32,7 +33,7 @@ print(f"{len(images)} pieces of {tuple(images.shape[1:])}")
 
 
 # %% [markdown]
-# ## Model: residual blocks of stock layers
+# ## Model: residual blocks of PyTorch's own layers
 
 
 # %%
@@ -68,7 +69,7 @@ model = nn.Sequential(
 # %% [markdown]
 # ## Measure: the same step, three times
 # `lean("norm")` rebuilds the outputs of norms and activations in the backward pass. `lean("conv")` also
-# rebuilds those of cheap convolutions. The gradients are stock's, bit for bit.
+# rebuilds those of cheap convolutions. The gradients equal the baseline's, bit for bit.
 
 
 # %%
@@ -86,20 +87,20 @@ def step(recompute=None):
     return memory, [p.grad for p in model.parameters()]
 
 
-steps = {"stock": step(), 'lean("norm")': step("norm"), 'lean("conv")': step("conv")}
-stock, gradients = steps["stock"]
+steps = {"baseline": step(), 'lean("norm")': step("norm"), 'lean("conv")': step("conv")}
+baseline, gradients = steps["baseline"]
 for name, (memory, found) in steps.items():
     same = all(torch.equal(a, b) for a, b in zip(gradients, found, strict=True))
     print(
-        f"{name:12} held {memory.held / 1e6:6.1f} MB ({memory.held / stock.held:.2f} of stock's), "
-        f"peak {memory.peak / 1e6:6.1f} MB ({memory.peak / stock.peak:.2f}), "
+        f"{name:12} kept {memory.held / 1e6:6.1f} MB ({memory.held / baseline.held:.2f} of the baseline's), "
+        f"peak {memory.peak / 1e6:6.1f} MB ({memory.peak / baseline.peak:.2f}), "
         f"gradients {'equal bit for bit' if same else 'different'}"
     )
 
 # %% [markdown]
 # ## Memory over the step
-# Left of the line is the forward pass, right of it the backward pass. The horizontal axis counts allocations
-# and frees, not seconds: recording takes time.
+# The forward pass is left of the line, and the backward pass right of it. The horizontal axis counts
+# allocations and frees instead of seconds, since recording them takes time.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), sharey=True, layout="constrained")
@@ -109,8 +110,8 @@ for axis, (name, (memory, _)) in zip(axes, steps.items(), strict=True):
     axis.fill_between(range(len(alive)), alive, step="post", alpha=0.5)
     axis.axvline(end, color="black", linewidth=1)
     axis.set(
-        title=f"{name}: held {memory.held / 1e6:.0f} MB, peak {memory.peak / 1e6:.0f} MB",
+        title=f"{name}: kept {memory.held / 1e6:.0f} MB, peak {memory.peak / 1e6:.0f} MB",
         xlabel="allocations and frees",
     )
-axes[0].set_ylabel("MB alive")
+axes[0].set_ylabel("MB allocated")
 plt.show()

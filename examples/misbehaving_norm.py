@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A batch norm that misbehaves
 #
-# A network learns handwritten digits, and evaluation is far below training. `leannorm.doctor` says why, in
-# which layers, and prints the lines that fix it.
+# A network learns handwritten digits, but its accuracy in evaluation is far below that in training.
+# `leannorm.doctor` says why, in which layers, and prints the lines that fix it.
 #
 # This notebook is made from `misbehaving_norm.py` by `python examples/make_notebook.py`. It needs
 # scikit-learn and matplotlib.
@@ -106,7 +106,7 @@ print(f"findings: {len(after.findings)}")
 
 # %% [markdown]
 # ## The gap of every layer
-# How far the batches' statistics are from the running ones, in running standard deviations.
+# The gap is the distance of the batches' statistics from the running ones, in running standard deviations.
 
 # %%
 figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")

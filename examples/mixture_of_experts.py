@@ -1,8 +1,8 @@
-"""A mixture of experts on the reference of the Python language, byte by byte, under `lean("conv")`.
+"""A mixture of experts learns the Python language reference, byte by byte, under `lean("conv")`.
 
     python examples/mixture_of_experts.py
 
-Needs transformers. A Qwen3-MoE of 2 layers with 16 experts, of which each token takes 4.
+Needs transformers. The model is a Qwen3-MoE of 2 layers, with 4 of 16 experts per token.
 """
 
 import with_torchvision as with_torchvision  # transformers imports torchvision
@@ -49,7 +49,7 @@ def train(around):
 
 
 def main():
-    torch.set_num_threads(1)  # with more, stock's gradient of a gathered weight has no fixed order
+    torch.set_num_threads(1)  # more would add up the gradient of a gathered weight in no fixed order
     stock, model = train(nullcontext()), train(leannorm.lean("conv"))
     same_weights(stock, model)
     tokens = batches()[0]

@@ -2,9 +2,9 @@
 
     python examples/never_out.py
 
-A small language model reads passages of Python's documentation, a few at a time, padded to the longest of
-them; now and then they are much longer than the rest. Two processes train the same model, and each may take
-the same memory more than it has at the start, as `ulimit -d` would say. It needs Linux, and no data.
+A small language model reads passages of Python's documentation. Each batch is padded to its longest passage,
+and a few batches are much longer than the rest. Two processes train the same model. Each may take a fixed
+amount of memory more than at its start, as `ulimit -d` would limit it. Needs Linux, and no data.
 """
 
 import pydoc_data.topics
@@ -20,7 +20,7 @@ from torch import nn
 
 import leannorm
 
-MEMORY = 360 * 2**20  # bytes, beyond what the process has at the start
+MEMORY = 360 * 2**20  # bytes beyond what the process has at the start
 STEPS, BATCH, WIDTH, LAYERS = 12, 4, 192, 6
 LONGEST = 1000  # bytes of text
 
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def batches():
-    """Passages in a random order, which is the same in both processes."""
+    """Passages in a random order that is the same in both processes."""
     passages = [text.encode()[:LONGEST] for text in pydoc_data.topics.topics.values()]
     order = torch.randperm(len(passages), generator=torch.Generator().manual_seed(0)).tolist()
     assert len(passages) >= STEPS * BATCH
@@ -79,7 +79,7 @@ def train(context):
 
 
 def in_a_process(which):
-    """The lines that it prints."""
+    """Run the training in a new process, and return the lines that it prints."""
     ran = subprocess.run([sys.executable, __file__, which], capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
 

@@ -2,10 +2,10 @@
 
     python examples/padded_speech.py [CHART.svg]
 
-No data and no GPU are needed. The network is that of torchaudio's `Conformer`, behind two convolutions with
-stride 2. The same utterances are padded further and further, and a training step's outputs are compared, on
-the frames that are data, with those of the least padding. Attention and convolutions are masked in all
-networks; the norms are torch's, or ours with `lengths=`.
+Needs no data and no GPU. The network is torchaudio's `Conformer` after two convolutions with stride 2. The
+same utterances are padded more and more. The outputs of a training step, on the frames that are data, are
+compared with those for the least padding. Attention and convolutions are masked in all networks; the norms
+are torch's, or ours with `lengths=`.
 """
 
 import sys
@@ -22,7 +22,7 @@ PADDED = (400, 440, 500, 600, 800, 1200)
 
 
 class Norm(nn.Module):
-    """Batch or group norm, then SiLU; with ours the lengths reach the norm, with torch's they do not."""
+    """Batch or group norm, then SiLU. Our norm gets the lengths; torch's has no argument for them."""
 
     def __init__(self, kind, ours):
         super().__init__()
@@ -36,12 +36,12 @@ class Norm(nn.Module):
 
 
 def frames(x, lengths):
-    """1 in the frames that are data, else 0: (N, L) of (N, C, L)."""
+    """A mask (N, L) for x of (N, C, L): 1 in the frames that are data, else 0."""
     return (torch.arange(x.shape[-1]) < lengths[:, None]).to(x.dtype)
 
 
 class Convolution(nn.Module):
-    """The convolution module of a Conformer, (N, L, C)."""
+    """The convolution module of a Conformer, for (N, L, C)."""
 
     def __init__(self, kind, ours):
         super().__init__()
@@ -53,7 +53,7 @@ class Convolution(nn.Module):
 
     def forward(self, x, lengths):
         y = nn.functional.glu(self.into(self.rows(x, lengths=lengths).transpose(1, 2)), dim=1)
-        y = y * frames(y, lengths)[:, None]  # the bias of `into`
+        y = y * frames(y, lengths)[:, None]  # removes the bias of `into` from the padding
         return self.out(self.norm(self.depthwise(y), lengths)).transpose(1, 2)
 
 
@@ -90,7 +90,7 @@ class Conformer(nn.Module):
         self.blocks = nn.ModuleList(Block(kind, ours) for _ in range(BLOCKS))
 
     def forward(self, x, lengths):
-        """x is (N, features, L); the outputs and their lengths."""
+        """Map x of (N, features, L) to the outputs and their lengths."""
         for conv, norm in zip(self.subsampling, self.norms, strict=True):
             lengths = leannorm.conv_lengths(lengths, conv)
             x = norm(conv(x), lengths)
@@ -101,7 +101,7 @@ class Conformer(nn.Module):
 
 
 def step(kind, ours, length):
-    """A training step's outputs on the frames that are data, and the running means that it leaves."""
+    """The outputs of a training step on the frames that are data, and the running means after it."""
     torch.manual_seed(0)
     model = Conformer(kind, ours)
     utterances = [torch.randn(FEATURES, n) * 2 + 1 for n in LENGTHS]
@@ -139,7 +139,7 @@ def chart(found):
         parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{i * 0.5:g}</text>')
     places = [left + (n - PADDED[0]) / (PADDED[-1] - PADDED[0]) * width for n in PADDED]
     for n, x in zip(PADDED, places, strict=True):
-        if n == 440:  # its number would lie on the one before
+        if n == 440:  # its label would overlap the one before
             continue
         parts.append(f'<text x="{x:g}" y="{bottom + 18}" text-anchor="middle">{n}</text>')
     parts.append(
@@ -149,7 +149,7 @@ def chart(found):
         points = " ".join(
             f"{x:g},{bottom - v / highest * height:.1f}" for x, v in zip(places, (0, *values), strict=True)
         )
-        thick = 6 if key == ("batch", True) else 2  # group norm's lies on it
+        thick = 6 if key == ("batch", True) else 2  # so that the line of group norm is visible on it
         look = f'stroke="{COLOURS[key]}" stroke-width="{thick}"'
         parts.append(f'<polyline points="{points}" fill="none" {look}/>')
         words = f"{key[0]} norm, {'ours with lengths' if key[1] else 'torch'}"

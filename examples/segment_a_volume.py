@@ -2,7 +2,8 @@
 
     python examples/segment_a_volume.py
 
-`pip install --no-deps dynamic-network-architectures` brings it; without it the same layers are made here.
+`pip install --no-deps dynamic-network-architectures` brings the network; without it, the script builds the
+same layers itself.
 """
 
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ SIDE, BATCH, STEPS, FEATURES = 32, 2, 30, (8, 16, 32, 64)
 
 
 def volumes(seed):
-    """Volumes (N, 1, D, H, W), and for each voxel: 0 nothing, 1 a ball, 2 a box."""
+    """Volumes (N, 1, D, H, W), and a label for each voxel: 0 for nothing, 1 for a ball, 2 for a box."""
     random = torch.Generator().manual_seed(seed)
     places = torch.stack(torch.meshgrid(*[torch.arange(SIDE)] * 3, indexing="ij"))
     labels = torch.zeros(BATCH, SIDE, SIDE, SIDE, dtype=torch.long)
@@ -36,7 +37,7 @@ def block(inputs, outputs, stride=1):
 
 
 class UNet(nn.Module):
-    """As nnU-Net's PlainConvUNet: two convolutions in each stage, outputs at each size, the finest first."""
+    """Like nnU-Net's PlainConvUNet: two convolutions per stage, an output at each size, the finest first."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +79,7 @@ def network():
 
 
 def loss_of(model, images, labels):
-    """Cross-entropy of all outputs, each half the weight of the finer one."""
+    """The cross-entropy of all outputs, each with half the weight of the next finer one."""
     loss = 0.0
     for i, logits in enumerate(model(images)):
         loss = loss + F.cross_entropy(logits, labels[:, :: 2**i, :: 2**i, :: 2**i]) / 2**i
@@ -106,7 +107,7 @@ def train(name, around):
 
 
 def main():
-    stock, model = train("stock", nullcontext()), train('lean("conv")', leannorm.lean("conv"))
+    stock, model = train("plain PyTorch", nullcontext()), train('lean("conv")', leannorm.lean("conv"))
     same_weights(stock, model)
     images, labels = volumes(0)
     for recompute in ("norm", "conv"):

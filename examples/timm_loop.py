@@ -1,9 +1,9 @@
-"""A loop as in timm's `train.py`: a timm model, EMA of the weights, bfloat16 autocast, channels_last.
+"""A training loop like timm's `train.py`: a timm model, EMA of the weights, bfloat16 autocast, channels_last.
 
     python examples/timm_loop.py
 
-Needs timm and scikit-learn. In timm's own script the same is one line after the model is made:
-`model = leannorm.make_lean(model)`. Weights, EMA and gradients are stock's, bit for bit.
+Needs timm and scikit-learn. In timm's own script, one line after the model is created does the same:
+`model = leannorm.make_lean(model)`. Weights, EMA and gradients equal plain PyTorch's, bit for bit.
 """
 
 import with_torchvision as with_torchvision  # timm imports torchvision

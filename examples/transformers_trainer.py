@@ -1,9 +1,9 @@
-"""A transformers `Trainer` on a small Llama, with the reference of the Python language as its text.
+"""A transformers `Trainer` trains a small Llama on the Python language reference.
 
     python examples/transformers_trainer.py
 
 Needs transformers and accelerate. The text is `pydoc_data.topics`, which comes with Python; its bytes are the
-tokens, so no tokenizer is loaded. The only line that differs is `callbacks=[lean_callback()]`.
+tokens, so no tokenizer is loaded. The only difference is `callbacks=[lean_callback()]`.
 """
 
 import with_torchvision as with_torchvision  # transformers imports torchvision

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/two_ranks.py
 
-Needs scikit-learn; no GPU. The ranks get unequal shares of every batch, 150 and 100 digits; statistics are
-exact all the same. They train in float64, beside one process that has the whole batch: its losses are the
-same up to rounding. Each rank runs its forward pass in `lean()`.
+Needs scikit-learn, but no GPU. The ranks get unequal shares of every batch, 150 and 100 digits, and
+statistics are exact all the same. The ranks train in float64, and so does a model that sees the whole batch:
+its losses are the same up to rounding. Each rank runs its forward pass in `lean()`.
 """
 
 import copy

@@ -1,9 +1,9 @@
-"""A small UNet that takes noise from digits, as diffusion models do: GroupNorm, SiLU, convolution, attention.
+"""A small UNet that denoises digits, as in diffusion models: GroupNorm, SiLU, convolution, attention.
 
     python examples/unet_denoising.py
 
-Needs scikit-learn. Trains the same network twice and compares every weight; prints what `lean()` and
-`lean("conv")` hold.
+Needs scikit-learn. Trains the same network twice and compares every weight, then prints what `lean("norm")`
+and `lean("conv")` keep.
 """
 
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ BATCH, STEPS = 32, 8
 
 
 class Residual(nn.Module):
-    """Two convolutions; the time of the diffusion moves the second norm's output."""
+    """Two convolutions; the diffusion time scales and shifts the output of the second norm."""
 
     def __init__(self, channels_in, channels):
         super().__init__()
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class UNet(nn.Module):
-    """Images (N, 1, 16, 16) and times (N,) in [0, 1] to the noise in the images."""
+    """Maps images (N, 1, 16, 16) and times (N,) in [0, 1] to the noise in the images."""
 
     def __init__(self, width=32):
         super().__init__()

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Which setting of `lean()`
 #
-# One network, one batch of handwritten digits, and the settings of `leannorm.lean()`. For each of them: the
-# bytes that the forward pass keeps for the backward pass, the peak of the step, and its time. The gradients
-# are those of plain PyTorch, bit for bit.
+# This notebook trains one network on one batch of handwritten digits with the settings of `leannorm.lean()`.
+# For each setting it measures the bytes that the forward pass keeps for the backward pass, the peak of the
+# step, and its time. The gradients equal plain PyTorch's, bit for bit.
 #
 # This notebook is made from `which_setting.py` by `python examples/make_notebook.py`. It needs scikit-learn
 # and matplotlib.
@@ -95,8 +95,8 @@ def seconds(setting):
 
 # %% [markdown]
 # ## Measure
-# A budget makes its plan in the first pass, an overhead also times the steps that follow. So every setting
-# takes some steps first. Then the settings alternate, and the medians are compared.
+# A budget makes its plan in the first pass, and an overhead also times the steps after it. So every setting
+# takes a few steps first. Then the settings alternate, and their median times are compared.
 
 # %%
 leannorm.keep_freed_memory()
@@ -128,7 +128,7 @@ for name in settings:
 
 # %% [markdown]
 # ## Memory and time
-# Left: less is better. Right: further down and further left is better.
+# Left: shorter bars are better. Right: lower and further left is better.
 
 # %%
 figure, (bars, plane) = plt.subplots(1, 2, figsize=(12, 3.6), layout="constrained")
@@ -146,6 +146,6 @@ plane.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# `lean(limit="device")` kept everything, since memory did not run short: it rebuilds only when a batch would
-# not fit (`never_out.py` has one that does not; on Linux, with an install from source). Times differ between
-# machines. For a model of your own, `leannorm.profile(model, batch, budgets=[0.4])` prints such a table.
+# `lean(limit="device")` kept everything, since there was enough memory: it rebuilds only if a batch would not
+# fit otherwise. `never_out.py` has such a batch; it needs Linux and an install from source. Times differ
+# between machines. `leannorm.profile(model, batch, budgets=[0.4])` prints such a table for your own model.

@@ -1,6 +1,6 @@
-"""Imported first where a library imports torchvision: where that does not fit torch, says what mends it.
+"""Imported before libraries that import torchvision: if torchvision does not fit torch, prints the fix.
 
-A script of yours needs the line that it prints instead, once; `leannorm info` prints it too.
+Your own scripts do not need this file: run the printed command once. `leannorm info` prints it too.
 """
 
 import sys

@@ -21,10 +21,10 @@ sys.path[0] = sys.argv[1]
 from make_notebook import notebook_of, run
 print(json.dumps(run(notebook_of(sys.argv[2]))))
 """
-SAME = "weights after training, stock and lean: equal bit for bit"
-HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB, ratio (\d\.\d\d)")
+SAME = "weights after training, plain PyTorch and lean: equal bit for bit"
+HELD = re.compile(r"kept after forward: plain PyTorch ([\d.]+) MB, lean ([\d.]+) MB, ratio (\d\.\d\d)")
 
-# (script, libraries that it needs, sentences that it prints, the most that it may hold of stock's)
+# (script, libraries that it needs, sentences that it prints, the largest ratio that it may print)
 SCRIPTS = [
     ("digits", ["sklearn"], [SAME], 0.5),
     ("timm_loop", ["sklearn", "timm"], [SAME], 0.5),
@@ -159,7 +159,7 @@ def texts_of(name, folder):
 
 def test_the_notebook_of_memory(tmp_path):
     for text in texts_of("memory_over_a_step", tmp_path):
-        ratios = [float(ratio) for ratio in re.findall(r"\((\d\.\d\d) of stock's\)", text)]
+        ratios = [float(ratio) for ratio in re.findall(r"\((\d\.\d\d) of the baseline's\)", text)]
         assert len(ratios) == 3, text
         assert ratios[0] == 1.0 > 0.7 > ratios[1] > ratios[2]
         assert text.count("equal bit for bit") == 3

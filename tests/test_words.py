@@ -145,8 +145,10 @@ def remarks(path):
     return [(line, re.sub(r"[\w.]+\(|\w+\.\w+|^ *\w+(?= +-> )", "", text)) for line, text in texts]
 
 
+SCRIPTS = [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "examples").glob("*.py"))]
 SOURCES = [
     ROOT / "setup.py",
+    *SCRIPTS,
     *sorted((ROOT / "site").glob("*.py")),
     *sorted(SOURCE.rglob("*.py")),
     *(p for p in sorted((ROOT / "csrc").rglob("*.*")) if p.suffix != ".md"),
@@ -164,6 +166,45 @@ def test_a_comment_has_no_such_word(path):
 def test_a_function_that_answers_yes_or_no_says_whether(path):
     """Only a package asks (`tests/test_architecture.py`): its first line is what a reader looks for."""
     assert [(line, text) for line, text in remarks(path) if line > 1 and re.match(ASKING, text.strip())] == []
+
+
+def words_in(node):
+    """The strings below a node that are printed as they are: no keys, and no values of f-strings."""
+    if isinstance(node, ast.Constant):
+        yield node.value if isinstance(node.value, str) else ""
+    elif isinstance(node, ast.Subscript | ast.Compare):
+        return
+    elif not isinstance(node, ast.FormattedValue) or isinstance(node.value, ast.Constant | ast.IfExp):
+        for child in ast.iter_child_nodes(node):
+            yield from words_in(child)
+
+
+def printed(source):
+    """Line and text of what a script prints, of the helps of its options, and of what ends it."""
+    for node in ast.walk(ast.parse(source)):
+        calls = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in PRINTING
+        if calls or (isinstance(node, ast.Raise) and node.exc is not None):
+            yield node.lineno, " ".join(words_in(node))
+
+
+PRINTING = {"print", "add_argument", "note", "wrong"}  # the last two are a report's
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_prints_no_such_word(path):
+    said = [(line, found_in(text, INSTEAD | PHRASES)) for line, text in printed(path.read_text())]
+    assert [(line, words) for line, words in said if words] == []
+
+
+def test_such_a_word_is_found_in_what_a_script_prints():
+    source = """
+print(f"{row['held']} kept, {'held':>8} of {stock} {'told' if a == 'mend' else 'room'}")
+parser.add_argument("--json", help="in place of a file")
+parser.parse_args(["held"])
+raise SystemExit(f"{name} is wanted")
+"""
+    found = {line: set(found_in(text, INSTEAD | PHRASES)) for line, text in printed(source)}
+    assert found == {2: {"held", "told", "room"}, 3: {"in place of"}, 5: {"wanted"}}
 
 
 def test_such_words_are_found_in_comments(tmp_path):

@@ -1,21 +1,23 @@
-"""The norms and whole training steps on a GPU: checks results, then times, within a time limit.
+"""The norms and whole training steps on a GPU: results are checked, then timed, within a time limit.
 
     python -m benchmarks.gpu [--only SECTION] [--minutes 8.5] [--out FOLDER] [--device cuda] [--smoke]
     python -m benchmarks.gpu --report [RESULTS.json] [--out FOLDER]
     python -m benchmarks.gpu --tune [FILE.json]
 
-Needs torch, Triton, numpy and a copy of this tree, without an installation. Every result is first compared
-with float64's (allowed: twice torch's error plus one rounding; memory is filled with NaN before). Wrong
-results are reported, not timed, and the exit status is 1. Times are medians between device events, on inputs
-that are not in the cache; shares are relative to the bandwidth of a copy in the same run. The results file
-(benchmarks/results/gpu-NAME.json) is rewritten after every number. Measurements for which the time is not
-enough are left out, with a note. Sections: channels, rows, modern
-(norms with a scale and a shift, gates, offsets, of heads), small, resnet50, vit, blocks (of a Llama, a ViT
-and a UNet, parameters in bfloat16), and compiled (torch.compile of all). `--smoke` runs the same code on the
-CPU, at tiny sizes, with the kernels interpreted. `--report` writes the tables and two plots of a run from its
-file, of the newest in the folder if none is named, and measures nothing. `--tune` looks for the device's best
-tiles, programs and loads in flight of the per-channel kernels, and writes them where the kernels read them
-(`leannorm/tuned.json` in the user's cache folder, if no file is named).
+Needs torch, Triton, numpy and a copy of this tree; leannorm need not be installed. Every result is first
+compared with float64's, with memory filled with NaN before: it may have twice torch's error plus one
+rounding. Wrong results are reported and not timed, and the exit status is 1. Times are medians between device
+events, on inputs that are not in the cache. Shares are relative to the bandwidth of a copy in the same run.
+The results file, benchmarks/results/gpu-NAME.json, is rewritten after every number. Measurements that no time
+is left for are noted and left out.
+
+Sections: channels, rows, modern (scales and shifts per sample, gates, offsets, heads), small, resnet50, vit,
+blocks (of a Llama, a ViT and a UNet with parameters in bfloat16), and compiled (torch.compile of everything).
+
+`--smoke` runs the same code on the CPU, with tiny sizes and interpreted kernels. `--report` measures nothing:
+it writes tables and two plots from a results file, by default the newest one. `--tune` searches for the best
+tiles, programs and loads in flight of the per-channel kernels on this device. It writes them where the
+kernels read them, by default `leannorm/tuned.json` in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import torch
 from benchmarks.gpu import page, shapes, steps, tune
 from benchmarks.gpu.blocks import BLOCKS
 from benchmarks.gpu.report import OutOfTimeError, Report
+from benchmarks.record import shown
 from leannorm.ops.backends.triton import tuned
 from leannorm.report.memory import check_device
 from leannorm.report.timing import device_seconds
@@ -111,7 +114,7 @@ def summary(report: Report) -> None:
         if not ours:
             continue
         shares, asked = [row["share"] for row in ours.values()], next(iter(ours.values()))["reach"]
-        line = f"{name:24} {direction:8} share {min(shares):.2f} to {max(shares):.2f} (asked {asked:.2f})"
+        line = f"{name:24} {direction:8} share {min(shares):.2f} to {max(shares):.2f} (goal {asked:.2f})"
         for side in ("torch", "compile", "plain"):
             theirs = {shape: rows.get((name, direction, side, shape)) for shape in ours}
             ratios = [r["microseconds"] / ours[k]["microseconds"] for k, r in theirs.items() if r]
@@ -122,25 +125,26 @@ def summary(report: Report) -> None:
         if side == "ours" and (torchs := small.get((name, "torch"))):
             ratio = row["microseconds"] / torchs["microseconds"]
             print(
-                f"{name:35} time {ratio:.2f} of torch's, launches {row['launches']} to {torchs['launches']}"
+                f"{name:35} time {ratio:.2f} of torch's, launches {row['launches']}, not {torchs['launches']}"
             )
     for row in data["steps"]:
         time, peak = row["milliseconds_of_stock"], row["max_memory_allocated_of_stock"]
-        asked = f" (asked {row['reach'][0]}, {row['reach'][1]})" if row["reach"] else ""
+        asked = f" (goal {row['reach'][0]}, {row['reach'][1]})" if row["reach"] else ""
         if time is not None:
             print(
-                f"{row['network']:9} {row['setting']:16} time {time:.3f}, peak {peak:.3f} of stock's{asked}"
+                f"{row['network']:9} {shown(row['setting']):16} of the baseline: "
+                f"time {time:.3f}, peak {peak:.3f}{asked}"
             )
     print(f"{len(data['wrong'])} wrong, {len(data['notes'])} notes, {data['seconds']:.0f} s; {report.path}")
 
 
 def results_in(folder: Path, named: Path) -> Path:
-    """The results to report: those named, or the newest of this folder."""
+    """The results file to report: the one named, or the newest of this folder."""
     if named != NEWEST:
         return named
     there = sorted(folder.glob("gpu-*.json"), key=lambda path: path.stat().st_mtime)
     if not there:
-        raise SystemExit(f"there are no results gpu-*.json in {folder}: run python -m benchmarks.gpu before")
+        raise SystemExit(f"there are no results gpu-*.json in {folder}: run python -m benchmarks.gpu first")
     return there[-1]
 
 
@@ -183,7 +187,7 @@ def main() -> int:
         if options.tune:
             file = tuned.path() if options.tune == USERS else options.tune
             if file is None:
-                raise SystemExit("LEANNORM_TUNED is empty: no file is read; name one, or unset it")
+                raise SystemExit("LEANNORM_TUNED is empty, so no file is read: name one, or unset it")
             report.attempt("tune", partial(tune.tune, report, file, options.smoke))
         else:
             run(report, options.only, options.smoke)

@@ -1,4 +1,4 @@
-"""Blocks of transformers and of a diffusion model with 16-bit parameters, as steps.py times them."""
+"""Blocks of transformers and of a diffusion model with 16-bit parameters, timed by steps.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LlamaBlock(nn.Module):
 
 
 class Residual(nn.Module):
-    """Twice GroupNorm, SiLU and a convolution, beside a shortcut."""
+    """GroupNorm, SiLU and a convolution, twice, with a shortcut."""
 
     def __init__(self, width: int, groups: int = 32) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ BLOCKS: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
 
 
 def with_liger(model: nn.Module) -> nn.Module | None:
-    """A copy with Liger's RMS norms; None where it cannot be imported, or has no norm of the model."""
+    """A copy with Liger's RMS norms; None if Liger cannot be imported, or has no norm of the model."""
     try:
         from liger_kernel.transformers import LigerRMSNorm
-    except Exception:  # absent, or for another torch
+    except Exception:  # not installed, or built for another torch
         return None
     model = copy.deepcopy(model)
     found = False

@@ -1,7 +1,7 @@
-"""Norms of today's networks: their tensors, leannorm's functions, the formulas as networks write them.
+"""Norms of today's networks: their tensors, leannorm's functions, and the formulas that networks write.
 
-A tensor's part goes by its name in `shapes.Set`: `weight` and `bias` are also a scale and a shift, `residual`
-a branch or a gate of the input's shape, `mean` the gate of a branch.
+The names of tensors are those of `shapes.Set`: `weight` and `bias` are also a scale and a shift, `residual`
+is also a branch or a gate of the input's shape, and `mean` is also the gate of a branch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leannorm import functional
 
 EPS = 1e-5
 GROUPS = 32
-# sizes of the input that forward and backward must move, where they are not those of the tensors of a Set
+# memory traffic forward and backward, in sizes of the input, if it is not that of a Set's tensors
 MOVED = {"ada of a token": (4, 5), "add ada": (4, 6), "gated": (3, 5)}
 KINDS = ("ada", "ada of a token", "add ada", "gated", "offset", "heads", "group")
 
@@ -65,7 +65,7 @@ def _modulated(s: Any, x: Tensor) -> Tensor:
 
 
 def formula(kind: str) -> Callable[[Any], Tensor]:
-    """As diffusers, Mamba and transformers write it."""
+    """The norm as diffusers, Mamba and transformers write it."""
     return {
         "ada": lambda s: _modulated(s, s.x),
         "ada of a token": lambda s: _modulated(s, s.x),
@@ -97,7 +97,7 @@ def ours(kind: str) -> Callable[[Any], Tensor]:
 
 
 def others(kind: str) -> dict[str, Callable[[Any], Tensor]]:
-    """Of other libraries, where they have this norm and can be imported."""
+    """The norm of other libraries that have it and can be imported."""
     found: dict[str, Callable[[Any], Tensor]] = {}
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -105,7 +105,7 @@ def others(kind: str) -> dict[str, Callable[[Any], Tensor]]:
         how = {"offset": (1.0, "gemma", False), "heads": (0.0, "llama", False)}.get(kind)
         if how is not None:
             found["liger"] = lambda s: LigerRMSNormFunction.apply(s.x, s.weight, EPS, *how)
-    except Exception:  # absent, or for another torch
+    except Exception:  # not installed, or built for another torch
         pass
     try:
         from quack import rmsnorm

@@ -89,7 +89,7 @@ _NAMES = {"resnet50": ("resnet50", "resnet50"), "vit": ("vit_b_16", "vit_base_pa
 
 
 def builder(name: str, smoke: bool) -> tuple[str, Callable[[], nn.Module]]:
-    """The network's source, and a function that makes a new one with random weights."""
+    """The source of the network, and a function that makes one with random weights."""
     if smoke:
         tiny = {"resnet50": lambda: resnet(8, (1,), 10), "vit": lambda: vit(32, 1, 2, 8, 10)}
         return "plain, tiny", tiny[name]
@@ -100,7 +100,7 @@ def builder(name: str, smoke: bool) -> tuple[str, Callable[[], nn.Module]]:
             else:
                 from timm import create_model as make
             make(entry)
-        except Exception:  # absent, or built for another torch
+        except Exception:  # not installed, or built for another torch
             continue
         return f"{library}:{entry}", partial(make, entry)
     plain: dict[str, Callable[[], nn.Module]] = {"resnet50": resnet, "vit": vit}

@@ -1,4 +1,4 @@
-"""The results of a run as a page: tables in Markdown and two plots, for README and docs/gpu.md."""
+"""Makes a page of a run's results, with tables in Markdown and two plots, for the README and docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
+
+from benchmarks.record import shown
 
 LEFT, WIDTH, BAR, GAP = 240, 420, 15, 16
 STYLE = "font: 13px system-ui, sans-serif; fill: #6b7280"
@@ -25,7 +27,7 @@ class Bar(NamedTuple):
 
 
 def write(results: Path, folder: Path) -> list[Path]:
-    """Write the page and its plots beside each other; the files written."""
+    """Write the page and its plots into one folder, and return the files."""
     data = json.loads(results.read_text())
     kernels, steps = (folder / f"{results.stem}-{what}.svg" for what in ("kernels", "steps"))
     page = folder / f"{results.stem}.md"
@@ -73,7 +75,7 @@ def _by_case(data: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, dict[
 
 
 def kernel_rows(data: dict[str, Any]) -> list[list[str]]:
-    """Microseconds of each side, and of ours the share of the floor that a copy's speed sets."""
+    """Microseconds of each side, and our share of the speed of a copy."""
     there = [side for side in SIDES if any(row["side"] == side for row in data["rows"])]
     rows = [
         ["norm", "shape", "direction", *(f"{side}, µs" for side in there), "share", "times torch's speed"]
@@ -96,16 +98,16 @@ def small_rows(data: dict[str, Any]) -> list[list[str]]:
 
 
 def step_rows(data: dict[str, Any]) -> list[list[str]]:
-    rows = [["network", "setting", "ms", "time of stock's", "peak of stock's", "held of stock's"]]
+    rows = [["network", "setting", "ms", "time / baseline", "peak / baseline", "kept / baseline"]]
     for row in data["steps"]:
         keys = ("milliseconds_of_stock", "max_memory_allocated_of_stock", "held_bytes_of_stock")
         ratios = ["" if row[key] is None else f"{row[key]:.3f}" for key in keys]
-        rows.append([row["network"], row["setting"], f"{row['milliseconds']:.2f}", *ratios])
+        rows.append([row["network"], shown(row["setting"]), f"{row['milliseconds']:.2f}", *ratios])
     return rows
 
 
 def kernels_plot(data: dict[str, Any]) -> str:
-    """torch's time over ours, of each case: longer is faster."""
+    """torch's time over ours for each case; longer bars are faster."""
     groups = []
     for (name, shape, direction), sides in _by_case(data).items():
         if "ours" not in sides or direction == "both":
@@ -118,22 +120,22 @@ def kernels_plot(data: dict[str, Any]) -> str:
         if compiled is not None:
             bars.append(Bar(compiled["torch_over_this"], OTHER, f"{compiled['torch_over_this']:.2f}"))
         groups.append((f"{name} {shape}, {direction}", bars))
-    return plot("Times the speed of torch's operator", {"leannorm": OURS, "torch.compile": OTHER}, groups)
+    return plot("Speed relative to torch's operator", {"leannorm": OURS, "torch.compile": OTHER}, groups)
 
 
 def steps_plot(data: dict[str, Any]) -> str:
-    """Time and peak memory of a training step, of stock's: shorter is better."""
+    """Time and peak memory of a training step, relative to the baseline; shorter bars are better."""
     groups = []
     for row in data["steps"]:
         time, peak = row["milliseconds_of_stock"], row["max_memory_allocated_of_stock"]
         if time is not None and not row["setting"].startswith("stock"):
             bars = [Bar(time, OURS, f"{time:.2f} of the time"), Bar(peak, OTHER, f"{peak:.2f} of the peak")]
             groups.append((f"{row['network']}, {row['setting']}", bars))
-    return plot("A training step, of stock's", {"time": OURS, "peak memory": OTHER}, groups)
+    return plot("A training step, relative to plain PyTorch", {"time": OURS, "peak memory": OTHER}, groups)
 
 
 def plot(title: str, legend: dict[str, str], groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
-    """Bars from 0, in groups, with a line at 1."""
+    """Groups of bars that start at 0, with a line at 1."""
     most = max((bar.value for _, bars in groups for bar in bars), default=1.0)
     left, unit = LEFT + 120, WIDTH / max(most, 1.0)
     parts = [text(left, 20, title)]

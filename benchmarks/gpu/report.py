@@ -20,11 +20,11 @@ import torch
 
 
 class OutOfTimeError(BaseException):
-    """The time is up. Not an Exception, so that no handler between takes it for a failed measurement."""
+    """The time is up. Not an Exception, so that no handler takes it for a failed measurement."""
 
 
 class Report:
-    """Rows by section, notes on measurements left out, and wrong results; written after every change."""
+    """Rows by section, notes about omitted measurements, and wrong results. Written after every change."""
 
     def __init__(self, device: torch.device, folder: Path, minutes: float, only: str) -> None:
         self.device, self.started, self.seconds = device, time.monotonic(), 60 * minutes
@@ -40,7 +40,7 @@ class Report:
         return self.seconds - (time.monotonic() - self.started)
 
     def has(self, seconds: float, what: str) -> bool:
-        """Is there time for `what`, which may take `seconds`? If not, add a note that it was left out."""
+        """Whether the time suffices for `what`, which may take `seconds`; if not, note that it is omitted."""
         if self.left >= seconds:
             return True
         self.note(f"left out, {self.left:.0f} s remain: {what}")
@@ -61,7 +61,7 @@ class Report:
         self.flush()
 
     def attempt(self, what: str, run: Callable[[], None]) -> None:
-        """Run it; an exception is recorded as wrong, and the benchmark goes on."""
+        """Call `run`. An exception is recorded as wrong, and the benchmark continues."""
         try:
             run()
         except Exception as error:
@@ -87,7 +87,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     for package in ("triton", "torchvision", "timm", "liger_kernel", "quack"):
         try:
             found[package] = getattr(importlib.import_module(package), "__version__", "there")
-        except Exception as error:  # absent, or built for another torch
+        except Exception as error:  # not installed, or built for another torch
             found[package] = f"none ({type(error).__name__})"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -98,7 +98,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def _without_folder(arguments: list[str]) -> list[str]:
-    """Where the results go says nothing of them."""
+    """Without the folder of the results, which does not affect them."""
     at = arguments.index("--out") if "--out" in arguments else len(arguments)
     return arguments[:at] + arguments[at + 2 :]
 

@@ -1,7 +1,7 @@
 """Single calls of the norms: the shapes, the functions of each library, the check and the timing.
 
-Bytes are those that an implementation must move: every tensor once (`bytes_once`), and once more if it has
-to be read again (a batch norm's second pass over an input that is larger than the cache).
+Bytes are those that an implementation must move. `bytes_once` counts every tensor once. The other count adds
+a second read where one is needed: a batch norm's second pass over an input that is larger than the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TURNS = 24
 
 
 class Case(NamedTuple):
-    """A norm, its shape, and its goals: shares of the floor, forward and backward."""
+    """A norm, its shape, and its goals: shares of a copy's speed, forward and backward."""
 
     name: str
     shape: tuple[int, ...]
@@ -153,7 +153,7 @@ def torchs(kind: str) -> Side:
     if kind in modern.KINDS:
         return modern.formula(kind)
 
-    def channel(s: Set) -> Tensor:  # in place, as torchvision's networks have it
+    def channel(s: Set) -> Tensor:  # in place, as in torchvision's networks
         y = F.batch_norm(s.x, s.mean, s.var, s.weight, s.bias, True, 0.1, EPS)
         return F.relu_(y if s.residual is None else y.add_(s.residual))
 
@@ -176,7 +176,7 @@ def compiled(kind: str, smoke: bool) -> Side:
 
 
 def others(kind: str) -> dict[str, Side]:
-    """Row norms of other libraries, if they can be imported."""
+    """Row norms of other libraries that can be imported."""
     if kind in modern.KINDS:
         return modern.others(kind)
     found: dict[str, Side] = {}
@@ -188,7 +188,7 @@ def others(kind: str) -> dict[str, Side]:
             found["liger"] = lambda s: LigerLayerNormFunction.apply(s.x, s.weight, s.bias, EPS)
         if kind == "rms":
             found["liger"] = lambda s: LigerRMSNormFunction.apply(s.x, s.weight, EPS, 0.0, "llama", False)
-    except Exception:  # absent, or for another torch
+    except Exception:  # not installed, or built for another torch
         pass
     try:
         from quack import rmsnorm
@@ -228,7 +228,7 @@ def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]
     partial_sums = torch.finfo(torch.float32).eps / 2 * log2(n) * sqrt(n) if n > 1 else 0.0
     found: dict[str, list[Error]] = {}
     torchs_errors: list[float] = []
-    for name, side in sides.items():  # torch's comes first: its errors are the others' budget
+    for name, side in sides.items():  # torch's first: its errors are the budget of the others
         # under poisoned_memory torch.compile would compile again
         with tune.launched_as(name, s.x.device), poisoned_memory() if name == "ours" else nullcontext():
             got = answers(side, s)
@@ -287,7 +287,7 @@ def timed(who: str, side: Side, sets: list[Set], device: torch.device) -> Iterat
 
 
 def serving(s: Set, smoke: bool) -> str:
-    """The backend of the call; in a smoke run the interpreted kernels, which must be named."""
+    """The backend of the call. In a smoke run it is the interpreted kernels, which must be named."""
     tensors = (s.x, s.weight, s.bias, s.residual)
     if smoke and not BACKENDS["triton"].why_not(*tensors, named=True):
         return "triton"
@@ -295,7 +295,7 @@ def serving(s: Set, smoke: bool) -> str:
 
 
 def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None:
-    """Check, then time: leannorm, torch and the other libraries; or only torch.compile."""
+    """Check, then time leannorm, torch and the other libraries, or only torch.compile."""
     device, dtype = report.device, torch.bfloat16
     s = make_set(case, dtype, device)
     name = serving(s, smoke)
@@ -335,7 +335,7 @@ def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None
                     "reach": {"forward": case.reach[0], "backward": case.reach[1]}.get(direction),
                 }
                 if who == "torch" and compile_too:
-                    continue  # it has its row already
+                    continue  # its row exists already
                 report.add("rows", row)
                 print(
                     f"{case!s:42} {who:8} {direction:8} {seconds * 1e6:10.1f} us {rate:7.3f} TB/s"
@@ -345,15 +345,15 @@ def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None
 
 
 def keep_right(case: Case, sides: dict[str, Side], s: Set, report: Report) -> dict[str, Side]:
-    """The sides whose results are within the budget; the others are reported and not timed."""
+    """The sides whose errors are within the budget; the others are reported and not timed."""
     right = {}
     for who, found in errors(case, sides, s).items():
         outside = [f"{e.largest:.3e} > {e.allowed:.3e}" for e in found if not e.within]
-        if not outside or who == "torch":  # torch's own error is the measure
+        if not outside or who == "torch":  # torch's own error sets the budget
             right[who] = sides[who]
         else:
             add = report.wrong if who == "ours" else report.note
-            add(f"{case}, {who}: errors of output and gradients past the budget: {', '.join(outside)}")
+            add(f"{case}, {who}: errors of output and gradients exceed the budget: {', '.join(outside)}")
     return right
 
 
@@ -382,17 +382,17 @@ def run_small(case: Case, report: Report, smoke: bool) -> None:
             }
             report.add("small", row)
             print(
-                f"{case!s:42} {who:8} {took * 1e6:8.1f} us by the clock, {count} launches ({forward} forward)"
+                f"{case!s:42} {who:8} {took * 1e6:8.1f} us wall-clock, {count} launches ({forward} forward)"
             )
 
 
 def launches(call: Callable[[], object], device: torch.device | str) -> int | None:
-    """How many kernels, copies and fills a call starts on a GPU, counted by the profiler; None on the CPU."""
+    """How many kernels, copies and fills a call launches on a GPU, by the profiler; None on the CPU."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
     call()
-    for _ in range(2):  # the first profile of a process may miss kernels, until its library is ready
+    for _ in range(2):  # the first profile of a process may miss kernels
         torch.cuda.synchronize(device)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
             call()

@@ -1,4 +1,4 @@
-"""Time and memory of whole training steps in bfloat16, channels_last: stock, convert, lean and others."""
+"""Time and memory of training steps in bfloat16, channels_last: plain PyTorch, convert, lean and others."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from benchmarks.architectures import in_layout
 from benchmarks.gpu.blocks import BLOCKS, with_liger
 from benchmarks.gpu.networks import builder
 from benchmarks.gpu.report import Report
+from benchmarks.record import shown
 from leannorm import compile_options, convert, lean
 from leannorm.ops.backends import BACKENDS
 from leannorm.ops.select import use_backend
@@ -33,7 +34,7 @@ OF_BLOCKS = (
     *("compile", "compile + norm", "compile + conv"),
 )
 SMOKE_BLOCKS = ("stock", "norm", "convert + norm", "checkpoint")
-REACH = {("resnet50", "convert + norm"): (0.92, 0.75)}  # time and peak, of stock's
+REACH = {("resnet50", "convert + norm"): (0.92, 0.75)}  # time and peak, relative to the baseline
 SMOKE = ("stock", "convert", "norm", "convert + conv")
 WARM_UP, STEPS = 3, 10
 
@@ -44,7 +45,7 @@ class Batch(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A network whose settings are timed; `found`: the row of each that was."""
+    """A network whose settings are timed; `found` has the rows of those timed so far."""
 
     name: str
     source: str
@@ -87,7 +88,7 @@ class Side:
 
 
 class SixteenBits(Side):
-    """A step of blocks whose parameters have 16 bits, without autocast."""
+    """A training step of blocks with 16-bit parameters, without autocast."""
 
     def forward(self, batch: Batch) -> Tensor:
         with self.around():
@@ -102,7 +103,7 @@ def batch_of(count: int, size: int, classes: int, device: torch.device) -> Batch
 
 @contextmanager
 def interpreted(report: Report) -> Iterator[None]:
-    """On the CPU, use the Triton kernels, interpreted."""
+    """Use the interpreted Triton kernels on the CPU."""
     x = torch.zeros(2, 8, 2, 2, dtype=torch.bfloat16)
     there = report.device.type == "cpu" and not BACKENDS["triton"].why_not(x, named=True)
     with use_backend("triton") if there else nullcontext():
@@ -128,7 +129,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
         case = Case(name, source, model, batch, found)
         if settings == ("compile",):
             settings = settings if "stock" in found else ("stock", *settings)
-        else:  # stock again: the difference of its two times is the noise of the others
+        else:  # the baseline again: the difference of its two times is the noise
             settings = (*settings, "stock, again")
         for setting in settings:
             if not report.has(150 if setting == "compile" and not smoke else 10, f"{name}, {setting}"):
@@ -138,7 +139,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
 
 
 def run_blocks(name: str, report: Report, settings: tuple[str, ...], smoke: bool) -> None:
-    """Blocks with 16-bit parameters: gradients under `lean()` equal to the bit, then time and memory."""
+    """Check that `lean()` changes no gradient of blocks with 16-bit parameters, then time every setting."""
     torch.manual_seed(0)
     model, shape = BLOCKS[name][smoke]()
     model.to(report.device, torch.bfloat16).train()
@@ -160,13 +161,13 @@ def run_blocks(name: str, report: Report, settings: tuple[str, ...], smoke: bool
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Kernels that repeat to the bit, where torch and the vendor have them."""
+    """Use kernels whose results repeat bit for bit, where torch and the vendor have them."""
     before = torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled()
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of those that have none
+            warnings.simplefilter("ignore")  # about operators without one
             yield
     finally:
         torch.backends.cudnn.deterministic = before[0]
@@ -176,22 +177,22 @@ def repeatable() -> Iterator[None]:
 @sdpa_kernel(SDPBackend.MATH)
 @repeatable()
 def check_equal(name: str, model: nn.Module, batch: Batch, report: Report) -> None:
-    """`lean()` changes no bit of a gradient that is the same in five stock steps.
+    """Check that `lean()` changes no bit of a gradient that is the same in five steps of the baseline.
 
-    Attention's own kernels add its gradients up in a varying order, and a gradient of 16 bits may then be the
-    same five times by chance: matrix products serve here.
+    Fused attention kernels add up gradients in a varying order, and a gradient of 16 bits may then be the
+    same five times by chance. So attention is computed by matrix products here.
     """
     for plain in ("stock", "convert"):
-        # of 16 bits, a gradient may be the same twice by chance
+        # a gradient of 16 bits may be the same twice by chance
         first, *others, lean_ones = (
             gradients(SixteenBits(setting, copy.deepcopy(model), True), batch)
             for setting in (*[plain] * 5, "norm" if plain == "stock" else "convert + norm")
         )
         repeat = [k for k, v in first.items() if all(torch.equal(v, other[k]) for other in others)]
         differ = [k for k in repeat if not torch.equal(first[k], lean_ones[k])]
-        print(f"  {plain}: {len(repeat)} of {len(first)} gradients repeat, {len(differ)} differ under lean()")
+        print(f"  {shown(plain)}: {len(repeat)} of {len(first)} gradients repeat, {len(differ)} differ")
         if differ:
-            report.wrong(f"{name}, lean() on {plain}: {len(differ)} gradients differ: {differ[:4]}")
+            report.wrong(f"{name}, lean() on {shown(plain)}: {len(differ)} gradients differ: {differ[:4]}")
 
 
 def time_setting(case: Case, setting: str, report: Report, smoke: bool, kind: type[Side] = Side) -> None:
@@ -220,9 +221,9 @@ def time_setting(case: Case, setting: str, report: Report, smoke: bool, kind: ty
     row["reach"] = REACH.get((case.name, setting))
     report.add("steps", row)
     of = [row[f"{key}_of_stock"] for key in ("milliseconds", "max_memory_allocated", "held_bytes")]
-    ratios = "" if stock is None else "  of stock: time {:.3f}, peak {:.3f}, held {:.3f}".format(*of)
+    ratios = "" if stock is None else "  of the baseline: time {:.3f}, peak {:.3f}, kept {:.3f}".format(*of)
     most = row["max_memory_allocated"] / 1e9
-    print(f"  {setting:16} {row['milliseconds']:9.2f} ms, {most:7.3f} GB at most;{ratios}", flush=True)
+    print(f"  {shown(setting):16} {row['milliseconds']:9.2f} ms, {most:7.3f} GB at most;{ratios}", flush=True)
     del side
     gc.collect()
     if device.type == "cuda":
@@ -261,11 +262,11 @@ def full_precision() -> Iterator[None]:
 def check_gradients(
     name: str, model: nn.Module, batch: Batch, report: Report, settings: tuple[str, ...]
 ) -> None:
-    """Check `convert` within twice stock's error against float64, in float32, and `lean` equal bit for bit.
+    """Check that `convert` has at most twice the baseline's error, and that `lean` is equal bit for bit.
 
-    With 16 bits the gradients of a deep network at its start are as far from float64's as they are long.
-    Equality is checked only for gradients that are equal in two runs of the same step: some vendor kernels
-    add up in a varying order.
+    Errors are against float64, in float32: with 16 bits the gradients of a new deep network are as far from
+    float64's as they are long. Equality is checked only for gradients that are equal in two runs of the same
+    step, since some vendor kernels add up in a varying order.
     """
 
     def of(setting: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -278,13 +279,14 @@ def check_gradients(
             errors[plain] = distance(of(plain, torch.float32), exact)
         first, second = of(plain), of(plain)
         repeats = {k for k, v in first.items() if torch.equal(v, second[k])}
-        print(f"  {plain}: {errors[plain]:.2e} from float64's, {len(repeats)} of {len(first)} repeat")
+        count = f"{len(repeats)} of {len(first)}"
+        print(f"  {shown(plain)}: {errors[plain]:.2e} from float64's gradients, and {count} repeat")
         for recompute in settings:
             setting = recompute if plain == "stock" else f"convert + {recompute}"
             lean_ones = of(setting)
             differ = sorted(k for k in repeats if not torch.equal(lean_ones[k], first[k]))
             if differ:
-                where = f"{name}, lean({recompute!r}) on {plain}"
+                where = f"{name}, lean({recompute!r}) on {shown(plain)}"
                 off = distance({k: lean_ones[k] for k in differ}, {k: first[k].double() for k in differ})
                 report.wrong(f"{where}: {len(differ)} gradients differ, by {off:.1e}: {differ[:4]}")
     allowed = 2 * errors["stock"] + torch.finfo(torch.float32).eps / 2
@@ -293,7 +295,7 @@ def check_gradients(
 
 
 def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """The relative L2 distance, of all tensors as one vector."""
+    """The relative L2 distance of all tensors, as one vector."""
     pairs = [(v.double(), exact[k].double()) for k, v in ours.items() if v.is_floating_point()]
     off = sum(float((a - b).square().sum()) for a, b in pairs)
     return (off / max(sum(float(b.square().sum()) for _, b in pairs), 1e-300)) ** 0.5

@@ -1,10 +1,11 @@
-"""Which launches of the per-channel kernels are the fastest on this device: one number after the other.
+"""Finds the fastest launches of the per-channel kernels on this device, by changing one number at a time.
 
-Each number of a `tiling.Choice` is tried with the best of the others: those of the loops on ResNet-50's batch
-norms, that of programs which read a whole set on norms that these serve. The fastest few are then measured
-again, in turns with the defaults. The file gets one of them only where it wins clearly: faster than the
-defaults in every turn, and by at least 2% in the median turn. Else it gets the defaults. A choice that gives
-other results than the defaults' to more than rounding, or that cannot be launched, is not taken.
+Each number of a `tiling.Choice` is tried with the best values of the others: the numbers of loops on
+ResNet-50's batch norms, and those of programs that read a whole set on norms that have such programs. The
+fastest few are then measured again, alternating with the defaults. A choice is written to the file only if it
+wins clearly: faster than the defaults in every turn, and by at least 2% in the median turn. Otherwise the
+file gets the defaults. A choice is rejected if it cannot be launched, or if its results differ from the
+defaults' by more than rounding.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from leannorm._types import Channels, ChannelTensors, KeptByChannelNorm
 from leannorm.ops.backends.triton import tuned
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
-_GAIN, _CLEARLY = 0.99, 0.98  # of the time before: a step of the search, and what is written down
+_GAIN, _CLEARLY = 0.99, 0.98  # relative time: to go on with a choice, and to write it to the file
 _FINALISTS, _TURNS = 3, 9
 
 
 class Part(NamedTuple):
-    """Numbers that decide about the same launches; and (shape, groups) of norms that are launched so."""
+    """Numbers that decide about the same launches, and (shape, groups) of norms that use them."""
 
     tried: Mapping[str, Sequence[int]]
     norms: Sequence[tuple[tuple[int, ...], int]]
@@ -39,7 +40,7 @@ class Part(NamedTuple):
 _RESNET = ((128, 64, 56, 56), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7))
 _PARTS = {
     "loops": Part(
-        {  # in the order in which they are tried: the tile, then each kernel's loads and programs
+        {  # in the order of the search: the tile, then loads and programs of each kernel
             "in_flight": (16, 64),
             "warps": (2, 8),
             "moments_stages": (2, 3),
@@ -61,7 +62,7 @@ _PARTS = {
 
 @contextmanager
 def launched_by(choice: Any) -> Iterator[None]:
-    """The kernels are launched by this choice, and what is noted of others is forgotten."""
+    """Launch the kernels by this choice, and forget recordings of other launches."""
     from leannorm.ops.backends.triton import channel, rows, tape
 
     modules: tuple[Any, ...] = channel, rows
@@ -78,8 +79,10 @@ def launched_by(choice: Any) -> Iterator[None]:
 
 
 def has_plain_launches(kind: str, x: Tensor) -> bool:
-    """Whether the benchmark's norm is launched so that the side "plain" is another one: a channel or group
-    norm in one launch, or AdaLN with many rows a program."""
+    """Whether the side "plain" launches this norm differently.
+
+    It does for a channel or group norm in one launch, and for AdaLN with many rows per program.
+    """
     from leannorm.ops.backends.triton.channel import plan_of
 
     groups = {"channel": 0, "group": min(modern.GROUPS, x.shape[1])}.get(kind)
@@ -88,8 +91,7 @@ def has_plain_launches(kind: str, x: Tensor) -> bool:
 
 @contextmanager
 def launched_as(side: str, device: torch.device) -> Iterator[None]:
-    """The side "plain" takes several launches for statistics of several values, and a program for each tile
-    of rows."""
+    """With the side "plain", take several launches for statistics, and one program for each tile of rows."""
     from leannorm.ops.backends.triton.tiling import DEFAULT
 
     if side != "plain":
@@ -102,7 +104,7 @@ def launched_as(side: str, device: torch.device) -> Iterator[None]:
 def _calls(
     shape: tuple[int, ...], groups: int, device: torch.device, several: bool
 ) -> list[Callable[[], list[Tensor]]]:
-    """Forward and backward pass of a norm with relu, on inputs that are not in the cache."""
+    """Forward and backward passes of a norm with relu, on inputs that are not in the cache."""
     from leannorm.ops.backends import TRITON
 
     def made() -> tuple[Tensor, ...]:
@@ -122,7 +124,7 @@ def _calls(
 
 
 def _agree(got: list[Tensor], want: list[Tensor]) -> bool:
-    """To the rounding of the dtype, of the largest value."""
+    """Whether results agree up to rounding, relative to the largest value."""
     for a, b in zip(got, want, strict=True):
         limit = 4 * torch.finfo(torch.bfloat16 if a.dim() > 1 else torch.float32).eps * b.abs().max().item()
         if not (a.double() - b.double()).abs().max().item() <= limit + 1e-3 * b.abs().max().item():
@@ -135,7 +137,7 @@ def search(
     tried: Mapping[str, Sequence[int]],
     seconds: Callable[[Any, str], float | None],
 ) -> list[Any]:
-    """The fastest choices by one measurement each, the fastest first; `seconds` is None where one fails."""
+    """The fastest choices by one measurement each, in order; `seconds` returns None if a choice fails."""
     best, least = default, seconds(default, "the defaults")
     if least is None:
         return []
@@ -153,7 +155,7 @@ def search(
 
 
 def wins_clearly(times: Sequence[float], defaults: Sequence[float]) -> bool:
-    """In every turn, and by `_CLEARLY` in the median one."""
+    """Whether it is faster in every turn, and by `_CLEARLY` in the median turn."""
     ratios = [time / default for time, default in zip(times, defaults, strict=True)]
     return bool(ratios) and max(ratios) < 1 and median(ratios) <= _CLEARLY
 
@@ -161,12 +163,12 @@ def wins_clearly(times: Sequence[float], defaults: Sequence[float]) -> bool:
 def final(
     default: Any, finalists: Sequence[Any], seconds: Callable[[Any, str], float | None], turns: int
 ) -> tuple[Any, dict[Any, list[float]]]:
-    """The fastest finalist that wins clearly, else the default; and each one's seconds, turn by turn."""
+    """The fastest finalist that wins clearly, else the default, and the seconds of each by turn."""
     times: dict[Any, list[float]] = {choice: [] for choice in (default, *finalists)}
     for turn in range(turns if finalists else 0):
         order = list(times) if turn % 2 == 0 else list(times)[::-1]
         measured = {choice: seconds(choice, f"turn {turn + 1} of {turns}") for choice in order}
-        if None in measured.values():  # no time is left: whole turns count
+        if None in measured.values():  # no time is left, and only complete turns count
             break
         for choice, taken in measured.items():
             times[choice].append(taken or 0.0)
@@ -177,7 +179,7 @@ def final(
 
 
 def _part(report: Report, name: str, smoke: bool) -> dict[str, int]:
-    """The numbers of a part as they shall be written, other than the defaults'."""
+    """The best numbers of a part."""
     from leannorm.ops.backends.triton import launch
     from leannorm.ops.backends.triton.tiling import Choice
 
@@ -200,8 +202,8 @@ def _part(report: Report, name: str, smoke: bool) -> dict[str, int]:
                         raise RuntimeError("results differ from those of the defaults")
                 turns = 1 if smoke else 8
                 taken = sum(median(device_seconds(calls, device, turns)) for calls in of_norms)
-        except Exception as error:  # cannot be compiled or launched, or is wrong
-            report.note(f"{name}, {what} is not taken: {type(error).__name__}: {str(error)[:200]}")
+        except Exception as error:  # it cannot be compiled or launched, or is wrong
+            report.note(f"{name}, {what} is rejected: {type(error).__name__}: {str(error)[:200]}")
             return None
         report.add("tuned", {**choice._asdict(), "part": name, "what": what, "seconds": taken})
         print(f"{name:6} {what:20} {taken * 1e6:10.1f} us", flush=True)
@@ -216,7 +218,7 @@ def _part(report: Report, name: str, smoke: bool) -> dict[str, int]:
 
 
 def tune(report: Report, file: Path, smoke: bool) -> Any:
-    """Find, print and save the choice of this device."""
+    """Find, print and save the best choice for this device."""
     from leannorm.ops.backends.triton import launch
     from leannorm.ops.backends.triton.tiling import Choice
 
