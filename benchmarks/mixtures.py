@@ -6,7 +6,7 @@
 
 All numbers are relative to plain PyTorch. Each model is trained with the settings of `lean()` and with a
 checkpoint around every block, alternating, and gradients are compared. `--families` lists the families of the
-installed transformers that have experts, and those that are missing here.
+installed transformers that have experts, and which of them are not in this benchmark.
 """
 
 from __future__ import annotations

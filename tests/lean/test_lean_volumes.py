@@ -139,7 +139,7 @@ def test_the_table_has_what_each_setting_holds(tmp_path, capsys):
     assert all(row["equal"] and row["network"] == "two stages" for row in rows.values())
     assert rows["stock"]["about"]["processor"] == record.processor()
     assert "GRADIENTS DIFFER" not in (told := capsys.readouterr().out)
-    assert told.count("held 1.00") == 1
+    assert told.count("kept 1.00") == 1
     wrong = [{"network": "a", "setting": "stock", "held": 1.0, "equal": False}]
     held.tell(Namespace(json=None), wrong, "network", "setting")
     assert "GRADIENTS DIFFER" in capsys.readouterr().out
