@@ -2,7 +2,7 @@
 
     python -m benchmarks.doctor_case [CHART.svg]
 
-Trains on scikit-learn's digits, about a minute on one core, and draws a chart if a file is named.
+Trains on scikit-learn's digits, about two minutes on one core, and draws a chart if a file is named.
 """
 
 from __future__ import annotations
