@@ -88,6 +88,16 @@ def modulated_by_torch() -> Call:
     return call
 
 
+def rows_of_a_sum() -> Call:
+    weight, residual = (torch.randn(size, requires_grad=True) for size in ((64,), ROWS))
+    return lambda x: functional.add_rms_norm(x, residual, (64,), weight)[0]
+
+
+def rows_of_a_sum_by_torch() -> Call:
+    weight, residual = (torch.randn(size, requires_grad=True) for size in ((64,), ROWS))
+    return lambda x: torch.rms_norm(x + residual, (64,), weight)
+
+
 def gated() -> Call:
     layer, gate = nn.RMSNormGated(64), torch.randn(TOKENS, requires_grad=True)
     return lambda x: layer(x, gate)
@@ -111,6 +121,7 @@ LAYERS = {
     "LayerNorm": Case(lambda: nn.LayerNorm(64), lambda: torch.nn.LayerNorm(64), ROWS),
     "RMSNorm": Case(lambda: nn.RMSNorm(64), lambda: torch.nn.RMSNorm(64), ROWS),
     "RMSNorm, 1 + weight": Case(around_one, around_one_by_torch, ROWS),
+    "add_rms_norm": Case(rows_of_a_sum, rows_of_a_sum_by_torch, ROWS),
     "LayerNorm, dim=1": Case(lambda: nn.LayerNorm(16, dim=1), over_channels_by_torch, IMAGE),
     "ada_layer_norm": Case(modulated, modulated_by_torch, TOKENS),
     "RMSNormGated": Case(gated, gated_by_torch, TOKENS),

@@ -21,6 +21,23 @@ class Summed(torch.nn.Module):
         return self.norm(x, x.flip(0))
 
 
+class RowsOfSum(torch.nn.Module):
+    """A row norm of a sum."""
+
+    def __init__(self, features: int, rms: bool = False, **how: Any) -> None:
+        super().__init__()
+        self.function: Any = functional.add_rms_norm if rms else functional.add_layer_norm
+        self.weight, self.how = torch.nn.Parameter(torch.randn(features)), how
+        self.bias = None if rms else torch.nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = (
+            {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+        )
+        y: Tensor = self.function(x, x.flip(0), self.weight.shape, **parameters, **self.how)[0]
+        return y
+
+
 class Modulated(torch.nn.Module):
     """A norm with a scale, and perhaps a shift, for each sample or token: halves of one parameter's rows."""
 

@@ -34,7 +34,8 @@ Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, con
     if (v->defined()) torch::autograd::impl::bump_version(*v);
   Tensor y = tensor(stack, 0);
   if (!records) return y;
-  const auto node = node_of<ChannelNorm>(x, weight, bias, residual);
+  const auto node = residual.defined() ? node_of<ChannelNorm>(x, weight, bias, residual) : node_of<ChannelNorm>(x, weight, bias);
+  node->has_bias = bias.defined();
   torch::autograd::set_history(y, node);
   node->save(kX, x);
   node->save(kMean, tensor(stack, 1));
@@ -86,6 +87,7 @@ Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running
   Tensor y = tensor(stack, 0);
   if (!records) return y;
   const auto node = node_of<ChannelAffine>(x, weight, bias);
+  node->has_bias = bias.defined();
   torch::autograd::set_history(y, node);
   const bool identity = act.toStringRef() == "identity", of_weight = weight.defined() && weight.requires_grad();
   const bool by_output = !of_weight && !identity && from_output(act.toStringRef());

@@ -25,10 +25,11 @@ using Tensors = std::array<Tensor, kSaved>;
 struct Direct : Node {
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
-  bool by_triton, has_bias;
+  bool by_triton, has_bias = false;
 
   // Empty if Python has to do it.
-  virtual variable_list by_kernels(const Tensor& dy, const Tensors& kept) = 0;
+  // `dtotal`: the gradient of a second result.
+  virtual variable_list by_kernels(const Tensor& dy, const Tensor& dtotal, const Tensors& kept) = 0;
   virtual py::tuple how() const = 0;  // the arguments of the call that are not tensors, as fast.py reads them
 
   void save(Saved place, const Tensor& value, bool is_output = false) {
@@ -49,23 +50,26 @@ struct Direct : Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Tensors kept = unpacked();
     Tensor dy = std::move(gradients[0]);
-    if (!dy.defined()) dy = input_metadata(0).zeros_like();
+    const Tensor dtotal = gradients.size() > 1 ? std::move(gradients[1]) : Tensor();
+    if (!dy.defined() && num_inputs() == 1) dy = input_metadata(0).zeros_like();
     // create_graph=True, a transform, a mode: Python passes them to plain torch
-    if (at::GradMode::is_enabled() || !plain_thread() || !plain(dy)) return of_python(dy, kept);
+    const auto is_usual = [](const Tensor& v) { return !v.defined() || plain(v); };
+    if (at::GradMode::is_enabled() || !plain_thread() || !is_usual(dy) || !is_usual(dtotal)) return of_python(dy, dtotal, kept);
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      variable_list found = by_kernels(dy, kept);
+      variable_list found = by_kernels(dy, dtotal, kept);
       if (!found.empty()) return found;
     }
-    return of_python(dy, kept);
+    return of_python(dy, dtotal, kept);
   }
-  variable_list of_python(const Tensor& dy, const Tensors& kept) {
+  variable_list of_python(const Tensor& dy, const Tensor& dtotal, const Tensors& kept) {
     const py::gil_scoped_acquire gil;
     try {
+      const auto given = [](const Tensor& v) -> py::object { return v.defined() ? py::cast(v) : py::none(); };
       py::list tensors;
-      for (const Tensor& v : kept) tensors.append(v.defined() ? py::cast(v) : py::none());
+      for (const Tensor& v : kept) tensors.append(given(v));
       const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2), needs(3));
-      const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy);
+      const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), given(dy), given(dtotal));
       variable_list gradients;
       for (size_t i = 0; i < num_outputs(); ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
       return gradients;
@@ -94,12 +98,10 @@ struct Direct : Node {
   }
 };
 
-// The node of a call on these three tensors, and a residual if there is one, which autograd records.
-template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual = {}) {
-  using torch::autograd::collect_next_edges;
+// The node of a call on these tensors, which autograd records.
+template <class Kind, class... Inputs> auto node_of(const Inputs&... inputs) {
   auto node = new_node<Kind, decltype(torch::autograd::Edge().function)>();
-  node->set_next_edges(residual.defined() ? collect_next_edges(x, weight, bias, residual) : collect_next_edges(x, weight, bias));
-  node->has_bias = bias.defined();
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   return node;
 }
 
@@ -117,7 +119,7 @@ struct ChannelNorm final : Direct {
 
   std::string name() const override { return "ChannelNormBackward"; }
   py::tuple how() const override { return py::make_tuple(by_triton, has_bias, act.toStringRef(), eps, groups, has_residual); }
-  variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
+  variable_list by_kernels(const Tensor& given, const Tensor&, const Tensors& kept) override {
     static const Operator backward("channel_backward");
     const Tensor dy = like(kept[kX], given);
     const bool is_dy = act.toStringRef() == "identity";  // the residual's gradient, which kernels do not write then
@@ -143,7 +145,7 @@ struct ChannelAffine final : Direct {
   py::tuple how() const override {
     return py::make_tuple(by_triton, has_bias, act.toStringRef(), static_cast<int>(layout));
   }
-  variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
+  variable_list by_kernels(const Tensor& given, const Tensor&, const Tensors& kept) override {
     static const Operator both("channel_backward"), sums("channel_grad_sums"), input("channel_input_grad");
     const bool has_x = kept[kX].defined();
     const Tensor& laid_out = has_x ? kept[kX] : kept[kOut];

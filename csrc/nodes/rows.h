@@ -1,5 +1,5 @@
-// The calls and the autograd nodes of row norms: layer and RMS norm over any axes, those with a scale and a shift per sample or
-// token, and RMS norm with a gate of the input's shape.
+// The calls and the autograd nodes of row norms: layer and RMS norm over any axes, of a sum or with a scale and a shift per sample
+// or token, and RMS norm with a gate of the input's shape.
 #pragma once
 
 #include "norms.h"
@@ -81,23 +81,31 @@ inline bool are_lines(const Tensor& v, const Tensor& x, int64_t start, bool by_t
   return !v.defined() || is_apart(v, values_of_a_row(x, start), type_of_lines(v, x, by_triton));
 }
 
-// With `scaled`, weight and bias are a scale and a shift, whose lines kernels take.
+// With `scaled`, weight and bias are a scale and a shift, whose lines kernels take. With a residual the inputs are x, residual,
+// weight and bias, and the sum of the first two is the second result, which is saved and not x.
 struct RowNorm final : Direct {
   RowForm form;
-  bool scaled = false;
+  bool scaled = false, has_residual = false;
 
   std::string name() const override { return "RowNormBackward"; }
   py::tuple how() const override {
     return py::make_tuple(by_triton, has_bias, scaled, form.start, form.stop, form.eps, form.rms, form.weight_offset, form.cast_before);
   }
-  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+  variable_list by_kernels(const Tensor& dy, const Tensor& dtotal, const Tensors& kept) override {
     static const Operator backward("row_backward");
-    const Tensor &x = kept[kX], &weight = kept[kWeight];
+    if (!dy.defined()) return {dtotal, dtotal, Tensor(), Tensor()};  // only the sum was used
+    const Tensor &x = has_residual ? kept[kOut] : kept[kX], &weight = kept[kWeight];
+    if (has_residual && dy.scalar_type() != x.scalar_type()) return {};
+    const size_t at = has_residual ? 2 : 1;  // of the weight among the inputs
     const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
     const Tensor lines = scaled ? lines_of(weight, x, form.start, by_triton) : weight;
-    Stack stack = stack_of(dy, Tensor(), x, mean, kept[kRstd], lines, form.start, form.stop, form.rms, needs(1) || needs(2),
-                           needs(2), form.weight_offset, Tensor(), Tensor(), Tensor());
+    Stack stack = stack_of(dy, dtotal, x, mean, kept[kRstd], lines, form.start, form.stop, form.rms, needs(at) || needs(at + 1),
+                           needs(at + 1), form.weight_offset, Tensor(), Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
+    if (has_residual) {
+      const Tensor dx = tensor(stack, 0);
+      return {dx, dx, needs(2) ? tensor(stack, 1) : Tensor(), needs(3) ? tensor(stack, 2) : Tensor()};
+    }
     variable_list found = gradients_in(stack);
     if (!scaled) return found;
     if (found[2].defined() && found[2].numel() == 0) found[2] = dy;  // the sum over a single row
@@ -107,39 +115,43 @@ struct RowNorm final : Direct {
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
-    form.collect(args), args.collect(scaled);
+    form.collect(args), args.collect(scaled), args.collect(has_residual);
   }
 };
 
-inline Tensor row_norm(const Given& of, const RowForm& form, bool scaled) {
+// y, and the sum that it is the norm of, if there is a residual.
+inline std::array<Tensor, 2> row_norm(const Given& of, const RowForm& form, bool scaled, const Tensor& residual = {}) {
   static const Operator forward("row_forward");
   const auto& [x, weight, bias, eps, by_triton, records] = of;
   const auto as_taken = [&](const Tensor& v) { return scaled && v.defined() ? lines_of(v, of.x, form.start, of.by_triton) : v; };
   Stack stack;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    stack = stack_of(x, Tensor(), as_taken(weight), as_taken(bias), form.start, form.stop, eps, form.rms, form.weight_offset,
+    stack = stack_of(x, residual, as_taken(weight), as_taken(bias), form.start, form.stop, eps, form.rms, form.weight_offset,
                      form.cast_before, Tensor(), Tensor());
   }
   if (!forward.taken(stack, by_triton)) return {};
-  Tensor y = tensor(stack, 0);
-  if (!records) return y;
-  const auto node = node_of<RowNorm>(x, weight, bias);
-  node->save(kX, x);
+  Tensor y = tensor(stack, 0), total = residual.defined() ? tensor(stack, 1) : Tensor();
+  if (!records) return {y, total};
+  const auto node = residual.defined() ? node_of<RowNorm>(x, residual, weight, bias) : node_of<RowNorm>(x, weight, bias);
+  torch::autograd::set_history(y, node);
+  if (residual.defined()) torch::autograd::set_history(total, node);
+  residual.defined() ? node->save(kOut, total, true) : node->save(kX, x);
   if (!form.rms || by_triton) node->save(kMean, tensor(stack, 2));  // otherwise zeros would be one more launch
   node->save(kRstd, tensor(stack, 3));
   node->save(kWeight, weight);
   node->by_triton = by_triton, node->form = form, node->form.eps = eps, node->scaled = scaled;
-  torch::autograd::set_history(y, node);
-  return y;
+  node->has_residual = residual.defined();
+  return {y, total};
 }
 
-// row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, cast_before, by_triton)
+// row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, cast_before, residual, by_triton): a pair if there is a residual
 inline PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
   RowForm form;
-  if (count != 10 || !given.read_from(arguments, count) || !form.read_axes(given.x, arguments[4], arguments[5])) Py_RETURN_NONE;
+  Tensor residual;
+  if (count != 11 || !given.read_from(arguments, count) || !given.read_residual(arguments[9], residual) || !form.read_axes(given.x, arguments[4], arguments[5])) Py_RETURN_NONE;
   const auto& [x, weight, bias, eps, by_triton, records] = given;
   if (!(eps >= 0) || !given.alike() || !form.fits(x, weight) || !form.fits(x, bias)) Py_RETURN_NONE;
   form.rms = arguments[6] == Py_True, form.cast_before = arguments[8] == Py_True;
@@ -147,7 +159,14 @@ inline PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t
   if (!(is_number && read(arguments[7], form.weight_offset) && std::isfinite(form.weight_offset))) Py_RETURN_NONE;
   // the output would have the wider dtype
   if (form.cast_before && weight.defined() && c10::promoteTypes(weight.scalar_type(), x.scalar_type()) != x.scalar_type()) Py_RETURN_NONE;
-  return result([&] { return row_norm(given, form, false); });
+  std::array<Tensor, 2> made;
+  {
+    const py::gil_scoped_release others_run;
+    made = row_norm(given, form, false, residual);
+  }
+  if (!residual.defined() || !made[0].defined()) return THPVariable_Wrap(std::move(made[0]));
+  const auto given_to_python = [](Tensor& v) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(v))); };
+  return py::make_tuple(given_to_python(made[0]), given_to_python(made[1])).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
@@ -163,7 +182,7 @@ inline PyObject* call_modulated(PyObject*, PyObject* const* arguments, Py_ssize_
   if (scale.numel() == x.numel() && scale.sizes() != x.sizes()) Py_RETURN_NONE;  // whose shift has dy's gradient in other sizes
   if (is_watched() && !(are_lines(scale, x, form.start, by_triton) && are_lines(shift, x, form.start, by_triton))) Py_RETURN_NONE;
   form.rms = arguments[5] == Py_True, form.weight_offset = 1;
-  return result([&] { return row_norm(given, form, true); });
+  return result([&] { return row_norm(given, form, true)[0]; });
   END_HANDLE_TH_ERRORS
 }
 
@@ -178,7 +197,7 @@ struct GatedNorm final : Direct {
   py::tuple how() const override {
     return py::make_tuple(by_triton, has_bias, form.start, form.stop, form.eps, true, 0.0, form.cast_before, act.toStringRef(), norm_before_gate);
   }
-  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+  variable_list by_kernels(const Tensor& dy, const Tensor&, const Tensors& kept) override {
     static const Operator backward("row_gated_backward");
     const Tensor &x = kept[kX], &weight = kept[kWeight];
     if (dy.scalar_type() != x.scalar_type()) return {};

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from cases import is_fast
-from more_inputs import Gated, Modulated
+from more_inputs import Gated, Modulated, RowsOfSum
 from stand_ins import whole_way, without_nodes
 from torch.utils.checkpoint import checkpoint
 
@@ -35,13 +35,15 @@ LAYERS = {
     "layer, dim=1": lambda: nn.LayerNorm(4, dim=1),
     "rms": lambda: nn.RMSNorm(3),
     "rms, 1 + weight": lambda: nn.RMSNorm(3, weight_offset=1.0, cast="before"),
+    "of a sum, layer": lambda: RowsOfSum(3),
+    "of a sum, rms": lambda: RowsOfSum(3, rms=True, weight_offset=1.0, cast="before"),
     "modulated": lambda: Modulated(3, 3, 1, 1),
     "modulated, middle axis": lambda: Modulated(3, 3, 4, 1),
     "modulated, tokens": lambda: Modulated(3, 3, 4, 2),
     "gated": lambda: Gated(*SHAPE),
     "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
 }
-ONLY_IN_CPP = ("modulated", "gated")
+ONLY_IN_CPP = ("modulated", "gated", "of a sum")
 each_kind = pytest.mark.parametrize("name", ["batch, act", "evaluation", "group", "layer", "rms"])
 LAYOUTS = {
     "contiguous": lambda x: x,

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from more_inputs import Gated, Modulated, Summed
+from more_inputs import Gated, Modulated, RowsOfSum, Summed
 from stand_ins import without_nodes
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import Node
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
-from leannorm import nn
+from leannorm import functional, nn
 from leannorm.autograd import nodes
 from leannorm.report.info import installation
 
@@ -44,6 +44,9 @@ LAYERS = {
     "rms": lambda: nn.RMSNorm(3),
     "rms, 1 + weight": lambda: nn.RMSNorm(3, weight_offset=1.0),
     "rms, dim=-3, cast": lambda: nn.RMSNorm(4, dim=-3, cast="before"),
+    "layer of a sum": lambda: RowsOfSum(3),
+    "rms of a sum": lambda: RowsOfSum(3, rms=True),
+    "rms of a sum, dim=1, cast": lambda: RowsOfSum(4, rms=True, dim=1, weight_offset=1.0, cast="before"),
     "modulated": lambda: Modulated(3, 6),
     "modulated, middle axis": lambda: Modulated(3, 6, 4, 1),
     "modulated, no shift": lambda: Modulated(3, 1, shifts=False),
@@ -191,7 +194,7 @@ def test_hooks_of_tensors_and_of_the_node(name, monkeypatch):
         layer, x, dy = of(name)
         y, seen = layer(x), []
         y.register_hook(lambda g: g * 2)
-        y.grad_fn.register_prehook(lambda gs: tuple(g * 3 for g in gs))
+        y.grad_fn.register_prehook(lambda gs: tuple(None if g is None else g * 3 for g in gs))
         y.grad_fn.register_hook(lambda into, out: seen.append(out[0]))
         x.register_hook(lambda g: g + 1)
         y.backward(dy)
@@ -295,6 +298,42 @@ def test_modes_and_their_errors(name):
         torch.autograd.grad(y, x, dy)
     with pytest.raises(ZeroDivisionError), Raises():
         layer(x)
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("uses", ["both", "sum", "norm"])
+@pytest.mark.parametrize("function", ["add_layer_norm", "add_rms_norm"])
+def test_both_results_of_a_sum_have_a_gradient(function, uses, dtype, monkeypatch):
+    def told():
+        found = []
+        for needed in ((True, True, True), (True, False, True), (False, True, False)):
+            torch.manual_seed(0)
+            x, residual, weight = (torch.randn(size).to(dtype) for size in ((5, 7, 6), (5, 7, 6), (6,)))
+            leaves = [
+                v.requires_grad_(is_needed)
+                for v, is_needed in zip((x, residual, weight), needed, strict=True)
+            ]
+            y, r = getattr(functional, function)(x, residual, (6,), weight)
+            assert isinstance(y.grad_fn, Node)
+            assert y.grad_fn is r.grad_fn
+            used = y.float() * r.float() if uses == "both" else r.float() if uses == "sum" else y.float()
+            used.square().sum().backward()
+            found += [y.detach(), r.detach(), *(v.grad for v in leaves)]
+        return found
+
+    compare(told, monkeypatch)
+
+
+@built
+def test_a_sum_and_its_norm_have_gradients_of_second_order():
+    x, residual, weight = (
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((3, 4), (3, 4), (4,))
+    )
+    of = lambda *tensors: functional.add_rms_norm(*tensors[:2], (4,), tensors[2])  # noqa: E731
+    assert not in_python(of(x, residual, weight)[0].grad_fn)
+    assert torch.autograd.gradcheck(of, (x, residual, weight))
+    assert torch.autograd.gradgradcheck(of, (x, residual, weight))
 
 
 @built

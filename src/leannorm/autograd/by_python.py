@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from leannorm._types import Channels, Maybe, Rows
@@ -40,12 +39,18 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
 
 
 def backward_of_node(
-    name: str, saved: list[Maybe], needed: tuple[bool, ...], saved_call: tuple[Any, ...], dy: Tensor
+    name: str, saved: list[Maybe], needed: tuple[bool, ...], saved_call: tuple[Any, ...], *gradients: Maybe
 ) -> tuple[Maybe, ...]:
-    """The backward pass of a node in C++, by the Python function that it replaces."""
+    """The backward pass of a node in C++, by the Python function that it replaces. `gradients`: of its
+    results."""
     x, mean, rstd, weight, bias, residual, out = saved
     need_x, need_weight, need_bias, need_residual = needed
-    ctx = SimpleNamespace(call=_call(name, saved_call))
+    ctx, dy = SimpleNamespace(call=_call(name, saved_call)), gradients[0]
+    if name == "RowNormBackward" and out is not None:  # a sum was normalized
+        ctx.saved_tensors = out, mean, rstd, weight, *(None,) * 5
+        ctx.needs_input_grad = *needed[:2], False, False, False, *needed[2:], False, False
+        dx, dresidual, _, _, _, dweight, dbias, _, _ = RowNorm.backward(ctx, *gradients)
+        return dx, dresidual, dweight, dbias
     if name == "RowNormBackward":
         is_scale, parts, none = saved_call[2], (need_weight, need_bias), (False, False)
         of_weight = (None, None, None, None, weight, None) if is_scale else (weight, *(None,) * 5)

@@ -299,7 +299,7 @@ def row_norm(  # noqa: PLR0913
     y: Maybe
     if NODES is not None and backend is not ATEN:
         by_triton = backend is TRITON_AS_GIVEN
-        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, by_triton)
+        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, None, by_triton)
         if y is not None:
             return y
     usual = dim is None and weight_offset == 0 and not before
@@ -331,6 +331,27 @@ def row_norm(  # noqa: PLR0913
         return y
     except RefusedError:
         return None
+
+
+def add_row_norm(  # noqa: PLR0913
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Sequence[int],
+    eps: float | None,
+    rms: bool,
+    dim: int | None = None,
+    weight_offset: float = 0.0,
+    cast: str = "after",
+) -> tuple[Tensor, Tensor] | None:
+    """`RowNorm` of a sum, and that sum; only in C++."""
+    backend = None if NODES is None else _serving(x)
+    if backend is None or backend is ATEN or residual is None or cast not in ("after", "before"):
+        return None
+    how = eps_of(x, eps), shape, dim, rms, weight_offset, cast == "before"
+    both: Any = NODES.row_norm(x, weight, bias, *how, residual, backend is TRITON_AS_GIVEN)
+    return both
 
 
 def modulated(

@@ -135,6 +135,10 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
+    if mask is None and lengths is None and not has_torch_function_variadic(input, residual, weight, bias):
+        both = fast.add_row_norm(input, residual, weight, bias, normalized_shape, eps, False, dim)
+        if both is not None:
+            return both
     values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
     return run(add_layer_norm, values)
 
@@ -172,5 +176,10 @@ def add_rms_norm(
     >>> r
     tensor([[3., 4.]])
     """
+    if mask is None and lengths is None and not has_torch_function_variadic(input, residual, weight):
+        how = normalized_shape, eps, True, dim, weight_offset, cast
+        both = fast.add_row_norm(input, residual, weight, None, *how)
+        if both is not None:
+            return both
     values = input, residual, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths
     return run(add_rms_norm, values)
