@@ -38,7 +38,6 @@ GIVEN = {
     "docs/examples.md": "30MB 4MiB",
     "docs/gpu.md": "10.0 12.0 2% 3.6 3.9 8.0 8.6 9.0",
     "docs/interop.md": "0.01 0.8999999761581421 0.9 1.23 3.3",
-    "docs/layer_norm.md": "16MiB",
     "docs/lean.md": "4MiB",
     "docs/measured.md": "32MiB 480MiB",
     "docs/memory.md": "2.36",
