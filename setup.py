@@ -29,7 +29,7 @@ from setuptools.command.build_ext import build_ext
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 INSTRUCTION_SETS = {
-    "base": ["-O1"] if X86 else [],  # used on machines from before 2013 alone
+    "base": ["-O1"] if X86 else [],  # only for machines from before 2013
     **({"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if X86 else {}),
 }
 FLAGS = [
@@ -43,10 +43,10 @@ FLAGS = [
     "-w",  # the compiler warns about its own intrinsics
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
-# they make calls, and have plain loops that the compiler vectorizes
+# sources that make calls, and have plain loops that the compiler vectorizes
 DRIVERS_LEVEL = ["-O2", "-ftree-vectorize"]
-# Vectors are written out there: as fast as -O3, and compiled in a sixth less time. Scalars that the compiler
-# joins into vectors would wait for memory.
+# Kernels write out their vectors: as fast as with -O3, and a sixth less time to compile. Vectors that the
+# compiler makes from scalars (SLP) would wait for memory.
 KERNELS_LEVEL = ["-O2", "-fpeel-loops", "-fno-tree-slp-vectorize"]
 NODES = "csrc/nodes/nodes.cpp"
 NODE_FLAGS = ["-std=c++20", "-O1", "-finline-small-functions", "-g0", "-fPIC", "-fvisibility=hidden", "-w"]
