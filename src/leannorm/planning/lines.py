@@ -103,9 +103,9 @@ class Lines:
 def _moving(step: Step, points: list[Outcome]) -> Iterator[Outcome]:
     """Points that also move some of what they keep to the host.
 
-    To rebuild a value or to move it are two ways to free its bytes. A point takes the first for values that
-    are cheap to rebuild, and the second for as many of the others as copies are hidden, or paid for. These
-    are spread over the forward pass, since copies of values in a row would not be hidden.
+    A value's bytes are freed if it is rebuilt or if it is moved. A point rebuilds values for which that is
+    cheap. Of the others it moves as many as computation hides the copies of, or as the time allows. It takes
+    them from all of the forward pass, since copies of many values in a row would not be hidden.
     """
     by_seconds = sorted(points, key=lambda p: (p.seconds, p.held)) if step.link else []
     could = [step.link * seconds for seconds in accumulate(step.taken)]
@@ -183,7 +183,7 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int], least: int
 
 
 def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
-    """Values to keep, to cut long rows of values made one from another: all of a row is in memory at once."""
+    """Values to keep so that rows of values made one from another are short: a row is in memory at once."""
     cut, behind, written = set(), dict[int, int](), Uses(step, again).written
     for i, value in enumerate(step.values):
         if i in again:

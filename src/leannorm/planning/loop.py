@@ -12,10 +12,10 @@ from statistics import median
 PLAN, PLAIN = "plan", "plain"
 
 _WARM = 2  # passes of a new plan that are not timed, since they try new kinds of calls
-_ORDER = (PLAIN, PLAIN, PLAN, PLAN)  # of two alike the faster counts: the first has others' memory
-_FEWEST, _MOST = 8, 60  # ratios, each of two passes to two, that a decision takes
+_ORDER = (PLAIN, PLAIN, PLAN, PLAN)  # the faster of two alike counts: the first has memory of the others
+_FEWEST, _MOST = 8, 60  # ratios that a decision takes; each compares two passes with two
 _SURE = 0.02  # error of the overhead, in plain steps, at which it is known
-_FAR, _FEW = 0.06, 5  # if all of so few ratios are this far from what was asked, no more are needed
+_FAR, _FEW = 0.06, 5  # if so few ratios are all this far from what was asked, they are enough
 _NEAR = 0.015  # this close to what was asked is close enough
 _DECISIONS = 12  # moves from point to point, after which the best one stays
 _IDLE = 40  # passes in a row without a ratio, after which timing is given up

@@ -15,10 +15,10 @@ _READ = 1 << 30  # more values than any is made of
 class Outcome(NamedTuple):
     """What a choice leads to.
 
-    `kept` and `again` have the values that are needed, and kept or made again. `held` is the bytes kept,
-    `seconds` the price of all that is made again, and `written` the bytes of that in memory. `alive` has the
-    bytes in use at every moment. `moved` has the values of `kept` that wait on the host, and `away` is their
-    bytes, which are not in `held`; `seconds` includes the wait for their copies.
+    Of the values that are needed, `kept` has those that are kept, and `again` those that are made again.
+    `held` is the bytes kept. `seconds` is the price of `again`, and `written` its bytes in memory. `alive`
+    has the bytes in use at every moment. `moved` has the values of `kept` that wait on the host, and `away`
+    is their bytes, which `held` does not count; `seconds` includes the wait for their copies.
     """
 
     kept: frozenset[int]
@@ -53,7 +53,7 @@ class Uses:
                 self.lead_on(step.values[i], i)
 
     def lead_on(self, value: Value, i: int) -> None:
-        """Note that what a value is made of is needed when it is made, or whenever readers compute it."""
+        """Note that the sources of a value are needed when it is made, or whenever its readers compute it."""
         self.written[i] |= not value.fused
         begin = self.first[i]
         end = begin if self.written[i] else self.last[i]
@@ -66,13 +66,13 @@ class Uses:
             self.written[source] |= value.whole
 
     def is_passing(self, i: int) -> bool:
-        """Whether the value, if it is made again, is made for others of the same moment alone."""
+        """Whether the value, if it is made again, is made only for other values of the same moment."""
         return self.first[i] == self.last[i] and 0 < self.users[i] < _READ and self.written[i]
 
 
 def _freed_within(step: Step, uses: Uses, again: Collection[int]) -> dict[int, int]:
-    """For the moments that make values for others alone, by how many bytes all that they make exceeds what is
-    in memory at once: each reader makes what it reads in turn, and frees what nothing else is made of."""
+    """For each moment that makes passing values: the bytes of all that it makes, less the most of them that
+    are in memory at once. Each reader makes its sources in turn, and frees those that nothing else needs."""
     freed = dict[int, int]()
     for moment in {uses.first[i] for i in again if uses.is_passing(i)}:
         made, left = set[int](), dict[int, int]()
@@ -102,12 +102,12 @@ def _freed_within(step: Step, uses: Uses, again: Collection[int]) -> dict[int, i
 
 
 def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Outcome:
-    """What happens if these values are made again where they are needed, and all others are kept; of those,
+    """What happens if the values in `again` are made again where needed, and all others are kept: those in
     `moved` on the host, if they have time to leave.
 
-    The backward pass makes a value at the first use of it, or of what is made of it, and has it in memory
-    until the last use. A value that each reader computes uses what it is made of at each reader. Of what one
-    moment makes, values of which only others are made are freed as soon as these are there.
+    The backward pass makes a value when it, or a value made of it, is first used, and has it in memory until
+    the last use. If each reader computes a value, its sources are used at each reader. A value that is made
+    only for others of the same moment is freed as soon as they are made.
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     _, read_last, _ = step.read

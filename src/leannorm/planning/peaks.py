@@ -63,11 +63,11 @@ def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float
 
 
 def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
-    """For points whose peak is above the baseline's, one near it whose peak is not, if there is one.
+    """For each point with a peak above the baseline's: a point near it with no higher peak, if there is one.
 
-    A few bytes that are made again at the baseline's peak would rule out every point that makes them again.
-    So a value in use there is kept, or another one is made again. What was changed in the point before is
-    tried first. Each value is changed only once, as that may raise the peak elsewhere.
+    A few bytes that are made again at the peak would rule out every point that makes them again. So one value
+    in use at the peak is kept instead, or another one is made again. The changes that helped the point before
+    are tried first. Each value is changed only once, as a change may raise the peak elsewhere.
     """
     free = set(step.free)
     kept, again = frozenset[int](), frozenset[int]()
@@ -102,8 +102,8 @@ def lowered(step: Step, points: list[Outcome], stock: Outcome) -> list[Outcome]:
 
 
 def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: set[int]) -> Outcome:
-    """The point with one value changed of those in use at its peak, at the least cost if a byte is `worth` so
-    many seconds. Tried are the cheapest whose bytes suffice to get below `peak`, or the largest."""
+    """The point with one value changed that is in use at its peak, at the least cost if a byte is `worth` so
+    many seconds. It tries the cheapest values that suffice to get below `peak`, or else the largest ones."""
     there = _in_use_at_peak(step, point, free)
 
     def size(i: int) -> int:
@@ -122,7 +122,7 @@ def _changed_at_peak(step: Step, point: Outcome, peak: int, worth: float, free: 
 
 
 def _above(point: Outcome, peak: int) -> int:
-    """By how many bytes the point is above the peak, in all moments: several may be as high."""
+    """By how many bytes the point is above the peak, added up over all moments: several may be above it."""
     return sum(alive - peak for alive in point.alive if alive > peak)
 
 

@@ -16,8 +16,8 @@ class Plan(NamedTuple):
     """What was chosen for a goal.
 
     `point` is the choice, and `stock` what happens without a plan. `step` is the price of the baseline's step
-    in seconds. `least` is the fewest bytes that are possible: of the peak if a peak was asked for, otherwise
-    of what is kept. `reached` says whether the choice reaches the goal.
+    in seconds. `least` is the fewest bytes that are possible: at the peak if a peak was asked for, otherwise
+    those kept. `reached` says whether the choice reaches the goal.
     """
 
     point: Outcome

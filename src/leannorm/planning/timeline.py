@@ -23,7 +23,7 @@ class Value(NamedTuple):
     - `again`: its bytes while it is in memory without being kept, as a rule `nbytes`.
     - `fused`: whether each reader can compute it, so that it is in memory only if a reader needs that.
     - `whole`: whether making it needs the values that it is made of in memory.
-    - `spares`: the bytes that its last reader needs less if the value is made again for it alone.
+    - `spares`: the bytes that its last reader saves if the value is made again only for that reader.
     - `ready`: the moment after which it may be moved to the host; -1 if it may not.
     """
 
@@ -101,8 +101,8 @@ class Step:
 
     @cached_property
     def change(self) -> list[int]:
-        """For each moment, how many bytes of values begin to be in use in the forward pass, less those that
-        end there."""
+        """For each moment, how many bytes of values come into use in the forward pass, less those whose use
+        ends there."""
         change = [0] * (len(self.beside) + 1)
         for value in self.values:
             if value.made <= value.until:

@@ -59,8 +59,8 @@ class ForwardPass:
     told: Told | None = None  # notes on logits that are not computed
     plan: RebuildPlan | None = None
     tells_why = False
-    """Whether it says why outputs of operations are kept. It does not if a plan keeps as much as was asked
-    for, nor if a backward pass has already freed most tensors."""
+    """Whether `reasons` says why outputs of operations are kept. It does not if a plan keeps as much as was
+    asked for, or if a backward pass has already freed most tensors."""
 
     # Set in the class, as a pass that is left alone should cost little
     _place: Hashable = None  # set if the pass may be small
@@ -76,7 +76,7 @@ class ForwardPass:
     _of_plans: str | None = None
     _set: PassHooks | None = None
     _closing: tuple[Callable[[], None], ...] = ()
-    _nodes = 0  # how many autograd had made when it was opened; from `_close` on, how many it made
+    _nodes = 0  # autograd nodes: how many existed when it was opened; from `_close` on, how many it made
 
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
         self._settings, self.ledger, self._line = settings, ledger, line

@@ -1,7 +1,7 @@
-"""`held="host"`: what is kept waits in the memory of the host, and is on its way back before it is read.
+"""`held="host"`: what is kept waits in the memory of the host, and is copied back before it is read.
 
 Copies run next to the computation, on one stream of the device, in the order in which they were started. So
-a buffer that is used again needs no event: the copy that fills it comes after the one that has read it.
+a buffer can be used again without an event: the copy that fills it comes after the one that read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = {}
-        self._back = deque[Tensor]()  # what finalizers give back, which may run within `take`
+        self._back = deque[Tensor]()  # buffers that finalizers give back; these may run within `take`
         self._lock, self.all = Lock(), 0
 
     def take(self, nbytes: int) -> Tensor:
@@ -68,7 +68,7 @@ class Link:
         return self._module.current_stream(self._device)
 
     def copy(self, of: Tensor, to: Tensor) -> Any:
-        """Start a copy, once what this thread's stream has been given is done. Returns its end, an event."""
+        """Start a copy after all work that is on this thread's stream now. Returns its end, an event."""
         self._stream.wait_stream(self.now())
         with self._module.stream(self._stream):
             to.copy_(of, non_blocking=True)
@@ -94,8 +94,8 @@ def link_of(device: torch.device) -> Link | None:
 class Moved:
     """A value that is moved to the host: on its way out (`leaves`), there, or on its way back.
 
-    `here`: its memory on the device while it is on its way. `_end`: the end of that copy, an event, for which
-    `_stream` waits before the memory is used for something else.
+    `here`: its memory on the device while it is on its way. `_end`: an event, the end of that copy. `_stream`
+    waits for it before the memory is used for something else.
     """
 
     def __init__(self, moves: Moves, number: int, tensor: Tensor, link: Link) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from leannorm.saving.timeline import Timeline
 
-Readers = list[tuple[int, int]]  # values made of a piece, and its position among what each is made of
+Readers = list[tuple[int, int]]  # values made of a piece, and the piece's position among their sources
 
 
 class Pieces:
@@ -52,7 +52,7 @@ class Pieces:
         return min(value.coded, of.calls[value.call].reads[0].nbytes) if is_cast else value.coded
 
     def kept_from(self, i: int, freed: int) -> int:
-        """The moment from which it takes memory of its own: a copy in its source's dtype at once, else from
-        when the program has `freed` it."""
+        """The moment from which it takes memory of its own. A copy in its source's dtype does at once, any
+        other piece once the program has `freed` it."""
         is_copy = self.nbytes(i) < self._timeline.values[i].storage
         return self._timeline.values[self.readers[i][0][0]].call if is_copy else freed

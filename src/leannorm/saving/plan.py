@@ -25,12 +25,11 @@ Call = tuple[Any, ...]  # node, shape, strides and dtype of a saved tensor, and 
 class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
-    `places`: for each value of the step, the tensors that share its memory, by index. `pieces`: by value that
-    no node saves, where it is kept if others are made of it: the tensor, and the position among what that is
-    made of. `recording`: the share
-    of a step that recording took, 0 if it was not measured. `whys`: for tensors that cannot be rebuilt, by
-    index, the reason. `again`: the same pass at the prices of another one, by the seconds of its calls; None
-    if they say nothing.
+    `places`: for each value of the step, the tensors that share its memory, by index. `pieces`: for each
+    value that no node saves, the tensors that may be dropped if it is kept, each with the value's position
+    among what that tensor is made of. `whys`: for each tensor that cannot be rebuilt, by index, the reason.
+    `again`: returns the same pass at the prices of another one, from the seconds of its calls; None if they
+    say nothing. `recording`: the share of a step that recording took, 0 if it was not measured.
     """
 
     calls: tuple[Call, ...]
@@ -43,11 +42,11 @@ class Pass(NamedTuple):
     recording: float = 0.0
 
     def without_lines(self) -> Pass:
-        """The pass without its step, which takes megabytes and is not read by passes that follow the plan."""
+        """The pass without its step, which takes megabytes. Passes that follow the plan do not read it."""
         return self._replace(lines=cast("Any", None), places=(), pieces={}, again=None)
 
     def rebuilding_in(self, times: float) -> Pass:
-        """The pass if rebuilds take so many times the share of the step that its prices say. Its lines stay
+        """The pass if rebuilds take this many times the share of the step that its prices say. Its lines stay
         the same: only the step that they are compared with is longer or shorter."""
         lines = copy(self.lines)
         lines.step = replace(lines.step, seconds=lines.step.seconds / times)
@@ -71,11 +70,12 @@ def structure(call: Call) -> Hashable:
 
 
 class RebuildPlan(NamedTuple):
-    """For every tensor that a forward pass saved, in order, whether it is rebuilt, or else moved to the
-    host; what is kept instead of it, by position among what it is made of; and what was `chosen`.
+    """What a plan does with every tensor that a forward pass saved, in order.
 
-    `made_for`: the pass. `hooks`: its `share_of_hooks`. `asked`: the overhead that was allowed, if any.
-    `measured`: the overhead that steps have taken, once it is known. `is_watched`: whether it is measured.
+    `rebuild` and `move`: whether the tensor is rebuilt, or moved to the host. `take`: what is kept instead of
+    it, by position among what it is made of. `chosen`: the point. `made_for`: the pass. `hooks`: its
+    `share_of_hooks`. `asked`: the overhead that was allowed, if any. `measured`: the overhead that steps have
+    taken, once it is known. `is_watched`: whether it is measured.
     """
 
     made_for: Pass

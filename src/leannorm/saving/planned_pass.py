@@ -49,8 +49,8 @@ class PlannedPass:
         self.following, self._calls = self.following.for_another_step(), []
 
     def end(self, ended: Any, timeline: tuple[Any, ...], share: float) -> str | None:
-        """Give a step to the plans: what the log's pass `ended` knows, its `timeline`, and the `share` of the
-        bytes that it kept. A reason, if it is not as planned."""
+        """Give a step to the plans: the log's pass `ended`, its `timeline`, and the `share` of bytes that it
+        kept. Returns a reason if the step is not as planned."""
         try:
             calls, read = self.calls(ended.places), partial(self._passed, ended, timeline)
             return self.following.end(calls, read, share, ended.seconds, ended.spent)
@@ -81,8 +81,8 @@ class PlannedPass:
         return entry.places
 
     def _passed(self, ended: Any, timeline: tuple[Any, ...]) -> Pass:
-        """The step, to make a plan from. Its prices are what its calls took, or on other devices than CPUs
-        their rates."""
+        """The step, to make a plan from. Its prices are the times of its calls, or on devices other than CPUs
+        what rates say."""
         device = torch.device(ended.device)
         rates, why = rates_for(self.following.goal, device)
         if why is not None:

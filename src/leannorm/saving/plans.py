@@ -17,15 +17,15 @@ from leannorm.saving.reasons import Cause, Why
 _PLANNED = Cause(Why.PLANNED)
 _MAX_PLANS = 256
 _ANEW = 16  # passes until a plan is made again, as a later pass may rebuild what the first could not
-_MORE = 4  # each time, this many times as many passes
-_TRIES = 3  # passes that follow no plan, as the one that no plan fitted may come again only after others
-_NEAR = 0.75, 4 / 3  # sizes over those that a plan was made for: between these its choice is still good
-_PROMISED = 1.05, 0.02  # times the planned share, and plus this: a pass that keeps more has missed its plan
+_MORE = 4  # after each of these plans, this many times as many passes until the next
+_TRIES = 3  # passes without a plan, since one that no plan fitted may come again only after others
+_NEAR = 0.75, 4 / 3  # between so many times the sizes that a plan was made for, its choice is still good
+_PROMISED = 1.05, 0.02  # factor and addend of the planned share: a pass that keeps more has missed its plan
 _MISSES = 2
 _MOST_FOLLOWS = 8  # a plan whose passes all have other sizes stays at its first prices
-_LEAST_SHARE = 0.01  # of a step: rebuilds that take less do not tell how wrong their prices are
-_WRONG = 4.0  # times that prices may be too high or too low: beyond that the measurement was disturbed
-_STEPS = 3  # that are measured: one of them may have waited for something else
+_LEAST_SHARE = 0.01  # of a step: rebuilds that take less do not show how wrong their prices are
+_WRONG = 4.0  # how many times too high or low prices may be; beyond that the measurement was disturbed
+_STEPS = 3  # measured steps: one of them may have waited for something else
 
 
 class Spent(Protocol):
@@ -38,16 +38,16 @@ class Spent(Protocol):
 
 @dataclass
 class _Made:
-    """What all plans that were made from one pass share. `calls`: that pass's.
+    """What all plans that were made from one pass share. `calls`: the calls of that pass.
 
-    `settled`: whether they keep to a budget or a peak, as a pass without a plan might not. `anew`: passes
-    until other plans are made. `follows`: passes that followed these. `misses`: how many of those kept more
-    than planned; `missed`: whether the last one did. `rungs`: the plans for all overheads, if steps are
-    measured; `loop` chooses one. `again`: the pass at the prices of another one, until there has been one,
-    since the first calls of a process take longer. `priced`: the pass at those, until some steps that follow
-    its plan have ended. `spent`: what the last such step took, and the overhead of its plan by these prices.
-    `times`: for each of these steps, how many times the planned overhead its rebuilds took; `recording`: the
-    share of each that recording took.
+    `settled`: whether the plans keep to a budget or a peak, as a pass without a plan might not. `anew`: the
+    number of passes until other plans are made. `follows`: how many passes followed these plans. `misses`:
+    how many of them kept more than planned; `missed`: whether the last one did. `rungs`: the plans for all
+    overheads, if steps are measured; `loop` chooses one. `again`: as in `Pass`, until a second pass has given
+    its prices, since the first calls of a process take longer. `priced`: the pass at these prices, until some
+    steps that follow its plan have ended. `spent`: what the last such step took, and its planned overhead.
+    `times`: for each such step, how many times the planned overhead its rebuilds took. `recording`: the share
+    of each that recording took.
     """
 
     calls: tuple[Call, ...]
@@ -80,8 +80,8 @@ class _Made:
 
 @dataclass(eq=False)
 class _Entry:
-    """A plan for tensors of certain sizes. `next`: the plan of the pass that came after the last that
-    followed this one. `places`: the plan as C++ reads it.
+    """A plan for tensors of certain sizes. `next`: the plan of the pass that came after the last one
+    to follow this plan. `places`: the plan as C++ reads it.
     """
 
     plan: RebuildPlan
@@ -102,7 +102,7 @@ class _Entry:
 
 @dataclass
 class _Known:
-    """The plans of passes whose first tensors are alike. `whole`: how many passes are to follow none."""
+    """The plans of passes with similar first tensors. `whole`: how many passes will follow no plan."""
 
     entries: list[_Entry] = field(default_factory=list)
     whole: int = 0
@@ -116,7 +116,7 @@ class _Known:
         self.last = entry
 
     def in_sizes_of(self, calls: tuple[Call, ...], made: _Made) -> _Entry | None:
-        """Of the plans that `made` has, the one for exactly the sizes of these calls."""
+        """The plan of `made` for exactly the sizes of these calls, if there is one."""
         return next((one for one in self.entries if one.made is made and one.begins_with(calls)), None)
 
 
@@ -224,8 +224,9 @@ class Following:
         return told
 
     def _price_again(self, entry: _Entry, seconds: Callable[[], Taken], spent: Spent | None) -> None:
-        """The pass that follows a new plan shows what its calls take where they are not the first. The next
-        ones show, when they have ended, which share of their steps the rebuilds take."""
+        """Correct the prices of a new plan. The first pass that follows it shows what calls take when they
+        are not the first of the process. The next ones show, when they have ended, which share of their steps
+        the rebuilds take."""
         made = entry.made
         if made.again is not None:
             made.priced, made.again = made.again(seconds()), None

@@ -34,14 +34,15 @@ NEVER_SMALL = object()
 
 Kept = tuple[Tensor, int]  # a tensor and its version
 
-_AGAIN, _MOST = 64, 4096  # passes that are left alone before one is recorded again: each time twice as many
+# passes that are left alone before one is recorded again: at first, and at most; it doubles each time
+_AGAIN, _MOST = 64, 4096
 _LARGER = 4
 _MORE_NODES = 1.25  # a pass with this many times the autograd nodes is not the same one
 _MAX_PLACES = 4096
 
 
 class Seen(NamedTuple):
-    """A pass that was recorded. `first`: bytes of its first tensor. `kept`: all that it saved, as if kept."""
+    """A recorded pass. `first`: bytes of its first tensor. `kept`: all that it saved, counted as kept."""
 
     first: int
     freed: int
@@ -50,9 +51,9 @@ class Seen(NamedTuple):
 
 
 class Alone:
-    """The passes at one place that are left alone since the last that was recorded.
+    """The passes at one place that are left alone after one was recorded.
 
-    `again`: how many. `left`: how many more there are.
+    `again`: how many in all. `left`: how many are still to come.
     """
 
     def __init__(self, seen: Seen, again: int = _AGAIN) -> None:

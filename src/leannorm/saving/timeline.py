@@ -24,7 +24,7 @@ from leannorm.saving.pieces import Pieces
 from leannorm.saving.rates import Rates
 from leannorm.saving.unbuilt import MAY_WAIT, READ_ROWS
 
-# the share of a batch norm's time that a call takes to which its statistics are given: of torch's, of ours
+# the time of a batch norm with given statistics, as a share of that with its own: torch's, ours
 _NORMALIZES = {"aten": 0.35, "leannorm": 0.7}
 _PASSES = 2.5  # how often a step moves a call's arguments and results: once forward, the rest backward
 
@@ -202,7 +202,7 @@ class Timeline:
 
     @cached_property
     def spares(self) -> dict[int, int]:
-        """By value, the bytes that its last reader needs less if the value is made again for it alone."""
+        """By value, the bytes that its last reader saves if the value is made again only for that reader."""
         last = dict[int, int]()
         for _, value, call in self.saves:
             last[value] = min(last.get(value, call), call)
@@ -212,7 +212,8 @@ class Timeline:
 
     @staticmethod
     def _may_wait(call: Call) -> bool:
-        """A gradient of another size, which is added up to that of a smaller factor, counts nowhere."""
+        """Whether a stand-in saves memory in the call's backward pass. In a product of factors of two sizes
+        it does not, as a gradient there is summed to the size of the smaller factor."""
         return call.name in MAY_WAIT and (
             call.name != "aten::mul" or len({r.nbytes for r in call.reads}) == 1
         )
@@ -222,8 +223,7 @@ class Timeline:
         return self.calls[value.call].name if value.call >= 0 else ""
 
     def lines(self) -> tuple[Lines, tuple[tuple[int, ...], ...], dict[int, tuple[tuple[int, int], ...]]]:
-        """The lines of the step, for each of its values the places of the tensors in its memory, and
-        `Pass.pieces`."""
+        """The lines of the step; for each value, the places of tensors in its memory; and `Pass.pieces`."""
         saved, places = {value for _, value, _ in self.saves}, defaultdict[int, set[int]](set)
         ready: dict[int, int] = {}  # by value that may be moved: when it was first saved
         for place, value, call in self.saves:

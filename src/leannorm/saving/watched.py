@@ -1,7 +1,7 @@
 """Passes with an `overhead`: their steps are timed, and the plan is corrected until they take what was asked.
 
-Plain passes alternate with those that follow the plan (`planning/loop.py`). They keep everything, as without
-`lean()`. If less than twice the memory that this takes is free, nothing is measured.
+Passes that follow the plan alternate with plain ones (`planning/loop.py`), which keep everything, as without
+`lean()`. Nothing is measured unless twice the memory of a plain pass is free.
 """
 
 from __future__ import annotations
