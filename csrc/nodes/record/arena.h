@@ -1,5 +1,5 @@
-// The memory of large tensors under a limit. The C library keeps freed memory where nobody can say how much, and returns it in
-// passing over all of its heap. Here freed pages are kept for the next tensor, and returned when other memory needs to grow.
+// The memory of large tensors under a limit. The C library does not say cheaply how much freed memory it keeps, and walks over
+// its whole heap to return it. The arena keeps freed pages for the next tensor, and returns them when other memory has to grow.
 #pragma once
 
 #include <ATen/core/Tensor.h>

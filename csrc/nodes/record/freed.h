@@ -35,8 +35,8 @@ inline bool is_ours_alone(Log& log, int v) {
   return true;
 }
 
-// Encodes the waiting values that are due, or `all` of them when the pass ends. A value whose memory still has another owner
-// is tried again later, after four times as many packed tensors each time. Returns whether any was encoded.
+// Encodes the waiting values that are due, or `all` of them when the pass ends. If a value's memory still has another owner, it
+// is tried again after four times as many packed tensors as before. Returns whether any was encoded.
 inline bool encode_freed(Log& log, bool all = false) {
   bool any = false;
   while (!log.waiting.empty() && (all || log.waiting.top().due <= log.packs)) {

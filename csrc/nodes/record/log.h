@@ -68,7 +68,7 @@ struct Memory {
   bool sent = false;  // messages arrive here, such as flat weights. They move its counter, so nothing is rebuilt from it
   c10::VariableVersion counter;
   uint32_t version = 0;
-  int died = -1;  // the first call that began after it was freed, or when only the log had it any more
+  int died = -1;  // the first call that began after it was freed, or after only the log still had it
 };
 
 class Limit;

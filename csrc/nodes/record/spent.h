@@ -16,8 +16,8 @@ struct Spent {
   double recording = 0, rebuilding = 0;  // recording: saved tensors, and operators
   bool is_one = true;  // whether the log is that of one step
 
-  // The times of rebuilds, and of recording, as shares of the rest of the step; none if nothing was rebuilt, if the step has
-  // not ended, or another one began before it did.
+  // The times of rebuilds, and of recording, as shares of the rest of the step. None if nothing was rebuilt, if the step has not
+  // ended, or if another one began before it ended.
   std::optional<std::pair<double, double>> shares() const {
     const double rest = ended_ - begun_ - recording - rebuilding;
     if (!is_one || !was_last_ || rebuilding <= 0 || rest <= 0) return {};

@@ -48,10 +48,10 @@ struct Untried {
   int by;
   std::vector<One> calls;
 };
-// Whether a second call may well have other bits: a faster formula, or an operator of the program. These are only trusted if
-// their own bits were compared.
+// Whether a second call is likely to have other bits: a faster formula, or an operator of the program. These are trusted only if
+// their own results were compared.
 inline bool may_differ(const Call& call) { return call.by_result || !is_of_torch_or_ours(call); }
-// Whether the value is made by calls of kinds that are not trusted yet. Soon none is, which each save of a dropped value asks.
+// Whether calls of kinds that are not trusted yet make the value. Each save of a dropped value asks this; soon the answer is no.
 inline bool is_untried(Log& log, int v) {
   c10::SmallVector<int, 16> left{v};
   ++log.stamp;
@@ -65,7 +65,7 @@ inline bool is_untried(Log& log, int v) {
   }
   return false;
 }
-// What a trial of a value tries: that value, and those that it is made of, as far as they are still there.
+// The values that a trial compares: this value, and those that it is made of, if they are still there.
 inline std::vector<Untried> untried_of(Log& log, int v) {
   std::vector<Untried> made;
   c10::SmallVector<int, 16> there{v};
@@ -89,7 +89,8 @@ inline std::vector<Untried> untried_of(Log& log, int v) {
   return made;
 }
 
-// Refuses the call that made a value with other bits if it is untried, otherwise all untried ones, since any may be wrong.
+// A trial gave other bits for a value: refuses the call that made it if that is untried, otherwise all untried calls, since any
+// of them may be wrong.
 inline void refuse(Log& log, int last, const Untried& part) {
   const bool is_last = std::any_of(part.calls.begin(), part.calls.end(), [last](const auto& one) { return one.call == last; });
   for (const auto& one : part.calls)

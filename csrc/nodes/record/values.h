@@ -29,7 +29,7 @@ struct Elsewhere {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // of the tensor that the hooks were given
   bool is_other = true;  // the hooks return a tensor with other memory
 
-  // The memory is about to be written, which a copy that is under way may not see.
+  // The memory is about to be written, and a copy that is under way must not see that.
   void settle() const {
     const py::gil_scoped_acquire gil;
     if (py::hasattr(bring, "settle")) bring.attr("settle")();
@@ -73,7 +73,7 @@ struct Value {
   int saves = 0, refs = 0, left = 0;  // nodes that saved it; these and dropped values made of it; how many have yet to read it
   int runs = 0, sums = 0, products = 0;  // of a rebuild: calls, and the most sums and products in a row
   int64_t above = 0;     // under a limit: bytes of the longest chain of dropped values that is rebuilt from it
-  uint64_t seen = 0;     // the last walk that came here, and what it found
+  uint64_t seen = 0;     // the number of the last walk that came here, and what it found
   bool can = false;
   uint8_t gradient = 0;  // bits of `Gradient`
 
@@ -88,8 +88,9 @@ struct Value {
   bool takes_memory() const { return !outlives && (call >= 0 || logged); }
 };
 
-// From so many bytes on, nodes may get a stand-in for what they do not read at once, on a device from eight times as many. It takes
-// the host 35 us, and the first one of a process 0.5 s and 40 MB, since torch then loads its distributed tensors. Tests set fewer.
+// Nodes may get a stand-in for a tensor of this many bytes that they do not read at once; on a device, of eight times as many. A
+// stand-in takes the host 35 us. The first in a process takes 0.5 s and 40 MB, as torch then loads its distributed tensors. Tests
+// set fewer bytes.
 inline std::atomic<int64_t> waits_from = 1 << 23;
 
 enum Gradient : uint8_t { kWants = 1, kHasGradient = 2 };  // a value gets a gradient, which is added to an existing one

@@ -104,7 +104,7 @@ class Walk {
     x.seen = log_.stamp;
     return x.can = true;
   }
-  // Whether `in` is gone, but can be copied out of the concatenation `v`. Dense blocks read a part often, and share the copy.
+  // Whether `in` is gone, but can be copied out of the concatenation `v`. Dense blocks read a part often, from one copy.
   bool copies(const Call& call, int v, int in, bool planned = false) {
     Value& x = log_.values[in];
     if (v != top_ || call.rule->name != "aten::cat" || x.held.defined() || x.state == Value::kDropped) return false;
@@ -225,7 +225,7 @@ inline Tensor part_of(const Log& log, const Value& whole, int part) {
   TORCH_INTERNAL_ASSERT(false);
 }
 
-// Adds a reader to the value, and if it is dropped from now on, to the values from which it is rebuilt.
+// Adds a reader to the value. If that drops the value, also adds one to each value from which it is rebuilt.
 inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
   c10::SmallVector<int, 16> left{v};
   while (!left.empty()) {
@@ -260,7 +260,7 @@ inline void add_reader(Log& log, int v, const std::vector<int>& taken) {
   }
 }
 
-// The value need not be watched any longer: no other code can write it, or nothing is rebuilt from it.
+// Stops watching the value: no other code can write it, or nothing is rebuilt from it.
 inline void hide(Log& log, Value& x) {
   if (std::exchange(x.exposed, false)) forget(*log.exposed, 1);
 }
@@ -283,8 +283,8 @@ inline void remove_reader(Log& log, int v) {
   }
 }
 
-// Keeps a dropped value from now on: it is saved again, and could not be rebuilt, or a plan keeps it. From now on others are
-// rebuilt from it. The call that saves it may be one that is going to write it.
+// Keeps a dropped value from now on, since it is saved again and could not be rebuilt, or since a plan keeps it. Others are then
+// rebuilt from it. The call that saves it may be about to write it.
 inline void hold_again(Log& log, int v, Tensor held) {
   Value& x = log.values[v];
   x.held = std::move(held), x.state = Value::kHeld, x.why = Why::kFreed;
@@ -293,7 +293,7 @@ inline void hold_again(Log& log, int v, Tensor held) {
   for_inputs(log, log.calls[x.call], [&](int in) { remove_reader(log, in); });
 }
 
-// Drops a saved value that is kept, if it can be rebuilt.
+// Drops a saved value that is kept so far, if it can be rebuilt.
 inline void decide(Log& log, int v) {
   Value& x = log.values[v];
   if (x.state == Value::kDropped || x.saves == 0 || x.copied || x.lost || x.elsewhere) return;

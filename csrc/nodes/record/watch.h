@@ -1,6 +1,7 @@
-// Watches writes after a pass. A dropped value may be rebuilt from memory that other code has too, and that plain PyTorch
-// lets it edit, such as what a branch saved whose backward pass is done. The callback costs 0.3 microseconds per operator,
-// and torch collects each operator's arguments and names each node for it, so it is set only while there is such memory.
+// Watches writes after a pass. A dropped value may be rebuilt from memory that other code also has, and may edit in plain
+// PyTorch, such as a tensor that a branch saved, once that branch's backward pass is done. The callback costs 0.3 microseconds
+// per operator, and torch collects each operator's arguments and names each node for it, so it is set only while there is such
+// memory.
 #pragma once
 
 #include "freed.h"
@@ -66,10 +67,10 @@ inline std::unique_ptr<at::ObserverContext> see_write(const at::RecordFunction& 
   return nullptr;
 }
 
-// Finds the memory that a closed log needs and that other code has too. Four kinds are left out. An edit of what a call's own
-// node saved is an error in plain PyTorch while the call's result is in use. Statistics that a norm's node alone has saved
-// are read by torch alone. Parameters are edited only after the backward pass. Gathered weights are freed and get the same
-// contents again, and a copy would be made while they are freed.
+// Finds the memory that a closed log needs and that other code has too. Four kinds are left out. What a call's own node saved:
+// editing that is an error in plain PyTorch while the call's result is in use. Statistics that only a norm's node has saved:
+// only torch reads them. Parameters: they are edited only after the backward pass. Gathered weights: they are freed and get the
+// same contents again, and a copy would be made while they are freed.
 inline void expose(const std::shared_ptr<Log>& log) {
   auto made = std::make_shared<Exposed>();
   const auto look = [&](int v) {
