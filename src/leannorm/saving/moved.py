@@ -1,4 +1,4 @@
-"""`held=`: tensors that are kept go to the host, or through other hooks: to a file, compressed."""
+"""`held=`: moves kept tensors to the host, or passes them to other hooks: to a file, compressed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _steps() -> Counter[int]:
 
 
 def _edits(shard: Tensor) -> tuple[int, ...]:
-    """Changes if the shard is edited: fused and foreach steps of optimizers leave a DTensor's version."""
+    """What an edit of the shard changes: fused and foreach optimizers do not change a DTensor's version."""
     local = local_of(shard)
     return shard._version, 0 if local is None else local._version, _steps()[id(shard)]
 

@@ -260,7 +260,7 @@ class Log:
         return inputs + [self.result_of(call, out) for out in call.results_read]
 
     def made_again_for(self, v: int, known: Collection[int] = ()) -> Iterator[int]:
-        """The value and those that are made again before it, but `known` ones and what they are made of."""
+        """The value, and all that are made again before it, without `known` ones and their sources."""
         left, seen = [v], set(known)
         while left:
             one = left.pop()

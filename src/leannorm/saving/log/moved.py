@@ -19,7 +19,7 @@ class Elsewhere:
 
     def __init__(self, bring: Callable[[], Tensor], memory: StorageWeakRef) -> None:
         self._bring, self.memory, self.is_other = bring, memory, True
-        # its memory is about to be written, which a copy that is under way may not see
+        # its memory is about to be written, and a copy that is under way must not see that
         self.settle: Callable[[], None] = getattr(bring, "settle", lambda: None)
 
     def bring(self, x: Value) -> Tensor:

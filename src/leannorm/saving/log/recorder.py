@@ -69,8 +69,8 @@ class _Afterwards:
 class Recorder(TorchDispatchMode):
     """The mode that records one thread's calls while a pass is open.
 
-    It stays after the pass as long as rebuilds need memory that other code can write, and copies that before
-    it is written. Then it is below all other modes, which the program may end meanwhile.
+    After the pass it stays as long as rebuilds need memory that other code can write, and copies that memory
+    before a write. It is then below all other modes, so that the program can end those.
     """
 
     supports_higher_order_operators = True
@@ -110,7 +110,10 @@ class Recorder(TorchDispatchMode):
             torch.autograd.Variable._execution_engine.queue_callback(_Afterwards(self._arrange))
 
     def _arrange(self) -> None:
-        """Another thread, and one that runs in this mode, leave it to the next pass."""
+        """Move the mode below all others while memory is watched, else remove it.
+
+        Another thread, and one whose log is open, leave that to the next pass.
+        """
         self._waits = False
         if threading.get_ident() == self._thread and self.log is None:
             taken = _take_modes()
@@ -121,7 +124,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile functions as without this mode."""
+        """Hide this mode while torch compiles functions."""
         return True
 
     @left_to_python

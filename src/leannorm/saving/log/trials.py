@@ -56,7 +56,7 @@ def _kind_of(log: Log, call: Call) -> Hashable:
 
 
 def _is_vain(kind: Hashable) -> bool:
-    """Whether it was tried so often on values that tell nothing that it is tried only now and then."""
+    """Whether to skip a trial, since many showed nothing because of their values."""
     looks = _LOOKS[kind]
     _LOOKS[kind] += looks >= _MANY_LOOKS
     return looks >= _MANY_LOOKS and looks % _NOW_AND_THEN != 0
@@ -71,8 +71,8 @@ def _hides_bits(source: Geometry, made: Geometry) -> bool:
 
 
 def _may_differ(call: Call) -> bool:
-    """Whether a second call may well have other bits: a faster formula, or an operator of the program. These
-    are only trusted if their own bits were compared."""
+    """Whether a second call is likely to have other bits: a faster formula, or an operator of the program.
+    These are trusted only if their own results were compared."""
     return call.by_result or is_of_program(call)
 
 
@@ -85,7 +85,7 @@ class _Untried(NamedTuple):
 
 
 def _untried(log: Log, v: int) -> Iterator[_Untried]:
-    """What a trial of a value tries: that value, and those that it is made of, if they are still there."""
+    """The values that a trial compares: this value, and those that it is made of, if they are still there."""
     there, seen = [v], set[int]()
     for by in there:  # which grows
         left, part = [(by, False)], _Untried(by, [])
@@ -118,7 +118,8 @@ def _same(again: Tensor, before: Tensor) -> bool | None:
 def has_other_bits(log: Log, v: int) -> Why:
     """`Why.NONE` if the value, which is to be dropped, has the same bits when it is made again.
 
-    On a device the host waits for that: not while a graph is captured, nor forever where values tell nothing.
+    On a device the host waits for that, so it is not done while a graph is captured, and rarely after some
+    trials whose values showed nothing.
     """
     x, parts = log.values[v], list(_untried(log, v))
     untried = [call for part in parts for call, _ in part.calls]
@@ -150,7 +151,7 @@ def has_other_bits(log: Log, v: int) -> Why:
 
 
 def _refuse(log: Log, last: Call, untried: list[Call]) -> None:
-    """Refuse the call that made a value with other bits, if it is untried, else all, as any may be wrong."""
+    """A value got other bits: refuse the call that made it if that is untried, else all untried calls."""
     for call in [last] if last in untried else untried:
         _change(log, call, -_MANY)
 

@@ -99,7 +99,7 @@ class Walk:
 
     def _copies(self, call: Call, v: int, i: int, planned: bool = False) -> bool:
         """Whether value `i` is gone, and can be copied from the concatenation `v` that has it as a part. A
-        DenseNet concatenates all parts again in each layer; so each is copied once."""
+        DenseNet concatenates all parts again in each layer, so the layers share one copy."""
         x, made = self.log.values[i], self.log.values[v].made
         if v != self.top or call.rule.name != "aten::cat" or x.held is not None or x.state == DROPPED:
             return False
