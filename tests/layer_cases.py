@@ -307,14 +307,14 @@ GATED = (
 SHAPES = {1: (6, 4, 5), 2: (6, 4, 3, 5), 3: (6, 4, 2, 3, 2)}
 
 
-ONE_DTYPE = {"mixed dtypes": ("conv_batch_norm.md", "have one dtype")}
+ONE_DTYPE = {"mixed dtypes": ("conv_batch_norm.md", "must have the same dtype")}
 NO_FX = {"fx in training": ("sync.md", "`torch.fx.symbolic_trace` does not trace it in training")}
 OPERATOR = {
     "resets": ("operator.md", "has no `reset_parameters`"),
     "fx": ("operator.md", "`torch.fx.symbolic_trace` does not trace it"),
     "func in training": ("operator.md", "`torch.func` rejects the training operator"),
 }
-CONSTANTS = {"double backward in training": ("operator.md", "gradients take them as constants")}
+CONSTANTS = {"double backward in training": ("operator.md", "gradients treat them as constants")}
 
 
 def _of_rank(rank: int) -> list[Layer]:
