@@ -15,7 +15,7 @@ def held(model: nn.Module, loss_of: Callable[[], Tensor], **settings: Any) -> fl
     """Run steps without and with `lean(**settings)`, print what each keeps, and return the ratio.
 
     `loss_of` is the forward pass. Gradients are dropped before each step, so that they count for both. The
-    last of four steps counts, since the first one keeps as little as possible, and later ones correct the plan.
+    last of four steps counts: the first keeps as little as possible, and later ones correct the plan.
     """
     nbytes = []
     for around in (None, lean(**settings)):
