@@ -51,6 +51,7 @@ def backward_of_node(
         ctx.needs_input_grad = *needed[:2], False, False, False, *needed[2:], False, False
         dx, dresidual, _, _, _, dweight, dbias, _, _ = RowNorm.backward(ctx, *gradients)
         return dx, dresidual, dweight, dbias
+    assert dy is not None  # of an only result it is zeros
     if name == "RowNormBackward":
         is_scale, parts, none = saved_call[2], (need_weight, need_bias), (False, False)
         of_weight = (None, None, None, None, weight, None) if is_scale else (weight, *(None,) * 5)

@@ -349,8 +349,9 @@ def add_row_norm(  # noqa: PLR0913
     backend = None if NODES is None else _serving(x)
     if backend is None or backend is ATEN or residual is None or cast not in ("after", "before"):
         return None
-    how = eps_of(x, eps), shape, dim, rms, weight_offset, cast == "before"
-    both: Any = NODES.row_norm(x, weight, bias, *how, residual, backend is TRITON_AS_GIVEN)
+    how = eps_of(x, eps), shape, dim, rms, weight_offset, cast == "before", residual
+    both: tuple[Tensor, Tensor] | None
+    both = NODES.row_norm(x, weight, bias, *how, backend is TRITON_AS_GIVEN)
     return both
 
 
