@@ -3,9 +3,10 @@
 import json
 import math
 
+import pytest
 import torch
 
-from leannorm import nn
+from leannorm import nn, use_backend
 from leannorm.cli import main
 from leannorm.report import numerics
 from leannorm.report.check import CheckReport
@@ -28,14 +29,16 @@ COVERED = [
 ]
 
 
-def test_every_check_keeps_within_its_budget_and_none_is_vacuous():
+@pytest.mark.parametrize("backend", ["auto", "aten", "reference"])
+def test_every_check_keeps_within_its_budget_and_none_is_vacuous(backend):
     before = torch.get_rng_state()
-    checks = {check.name: check for check in run_checks()}
+    with use_backend(backend):
+        checks = {check.name: check for check in run_checks()}
     assert torch.equal(before, torch.get_rng_state())
     assert [check for check in checks.values() if not check.passed] == []
     assert set(COVERED) <= set(checks)
     for check in checks.values():
-        assert check.budget < 1e-4
+        assert check.budget < (1e-3 if "filters" in check.name else 1e-4)
         assert check.budget > 0 or check.against == "unfused"
 
 
