@@ -290,18 +290,21 @@ def row_norm(  # noqa: PLR0913
     dim: int | None = None,
     weight_offset: float = 0.0,
     cast: str = "after",
-) -> Tensor | None:
-    """`RowNorm` over the last axes, or over the axis `dim`."""
+    residual: Maybe = None,
+) -> Any:
+    """`RowNorm` over the last axes, or over the axis `dim`. With a residual, only in C++, the norm of the sum
+    and that sum."""
     backend = _serving(x)
     if backend is None or cast not in ("after", "before") or type(weight_offset) not in (float, int):
         return None
     eps, before = eps_of(x, eps) if eps is None else eps, cast == "before"
-    y: Maybe
     if NODES is not None and backend is not ATEN:
         by_triton = backend is TRITON_AS_GIVEN
-        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, None, by_triton)
+        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, residual, by_triton)
         if y is not None:
             return y
+    if residual is not None:
+        return None
     usual = dim is None and weight_offset == 0 and not before
     if backend is ATEN and not (rms and usual):
         start = x.dim() - len(shape)
@@ -331,28 +334,6 @@ def row_norm(  # noqa: PLR0913
         return y
     except RefusedError:
         return None
-
-
-def add_row_norm(  # noqa: PLR0913
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: Sequence[int],
-    eps: float | None,
-    rms: bool,
-    dim: int | None = None,
-    weight_offset: float = 0.0,
-    cast: str = "after",
-) -> tuple[Tensor, Tensor] | None:
-    """`RowNorm` of a sum, and that sum; only in C++."""
-    backend = None if NODES is None else _serving(x)
-    if backend is None or backend is ATEN or residual is None or cast not in ("after", "before"):
-        return None
-    how = eps_of(x, eps), shape, dim, rms, weight_offset, cast == "before", residual
-    both: tuple[Tensor, Tensor] | None
-    both = NODES.row_norm(x, weight, bias, *how, backend is TRITON_AS_GIVEN)
-    return both
 
 
 def modulated(

@@ -55,7 +55,7 @@ def layer_norm(
             [-1.,  1.]])
     """
     if mask is None and lengths is None and not has_torch_function_variadic(input, weight, bias):
-        y = fast.row_norm(input, weight, bias, normalized_shape, eps, False, dim)
+        y: Tensor | None = fast.row_norm(input, weight, bias, normalized_shape, eps, False, dim)
         if y is not None:
             return y
     return run(layer_norm, (input, normalized_shape, weight, bias, eps, dim, mask, lengths))
@@ -97,7 +97,9 @@ def rms_norm(
     tensor([[3., 4.]])
     """
     if mask is None and lengths is None and not has_torch_function_variadic(input, weight):
-        y = fast.row_norm(input, weight, None, normalized_shape, eps, True, dim, weight_offset, cast)
+        y: Tensor | None = fast.row_norm(
+            input, weight, None, normalized_shape, eps, True, dim, weight_offset, cast
+        )
         if y is not None:
             return y
     return run(rms_norm, (input, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths))
@@ -135,8 +137,10 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    if mask is None and lengths is None and not has_torch_function_variadic(input, residual, weight, bias):
-        both = fast.add_row_norm(input, residual, weight, bias, normalized_shape, eps, False, dim)
+    usual = mask is None and lengths is None and residual is not None
+    if usual and not has_torch_function_variadic(input, residual, weight, bias):
+        how = normalized_shape, eps, False, dim
+        both: tuple[Tensor, Tensor] | None = fast.row_norm(input, weight, bias, *how, residual=residual)
         if both is not None:
             return both
     values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
@@ -176,9 +180,10 @@ def add_rms_norm(
     >>> r
     tensor([[3., 4.]])
     """
-    if mask is None and lengths is None and not has_torch_function_variadic(input, residual, weight):
-        how = normalized_shape, eps, True, dim, weight_offset, cast
-        both = fast.add_row_norm(input, residual, weight, None, *how)
+    usual = mask is None and lengths is None and residual is not None
+    if usual and not has_torch_function_variadic(input, residual, weight):
+        how = normalized_shape, eps, True, dim, weight_offset, cast, residual
+        both: tuple[Tensor, Tensor] | None = fast.row_norm(input, weight, None, *how)
         if both is not None:
             return both
     values = input, residual, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths

@@ -56,7 +56,9 @@ class LayerNorm(RowLayer, torch.nn.LayerNorm):
 
     def _fast(self, input: Tensor) -> Tensor | None:
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        return fast.row_norm(input, weight, bias, self.normalized_shape, self.eps, False, self.dim)
+        shape = self.normalized_shape
+        y: Tensor | None = fast.row_norm(input, weight, bias, shape, self.eps, False, self.dim)
+        return y
 
     def _normalize(self, input: Tensor, mask: Tensor | None, lengths: Lengths | None) -> Tensor:
         of_layer = self.normalized_shape, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
@@ -114,7 +116,9 @@ class RMSNorm(RowLayer, torch.nn.RMSNorm):
 
     def _fast(self, input: Tensor) -> Tensor | None:
         weight, form = parameter_of(self, "weight"), (self.dim, self.weight_offset, self.cast)
-        return fast.row_norm(input, weight, None, self.normalized_shape, self.eps, True, *form)
+        shape = self.normalized_shape
+        y: Tensor | None = fast.row_norm(input, weight, None, shape, self.eps, True, *form)
+        return y
 
     def _normalize(self, input: Tensor, mask: Tensor | None, lengths: Lengths | None) -> Tensor:
         of_layer = self.normalized_shape, parameter_of(self, "weight"), self.eps
