@@ -25,7 +25,7 @@ using Tensors = std::array<Tensor, kSaved>;
 struct Direct : Node {
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
-  bool by_triton, has_bias = false;
+  bool by_triton;
 
   // Empty if Python has to do it.
   // `dtotal`: the gradient of a second result.
@@ -87,7 +87,6 @@ struct Direct : Node {
     args.collect(name());
     args.collect(act);
     args.collect(by_triton);
-    args.collect(has_bias);
     for (int i = 0; i < kSaved; ++i) args.collect(saved[i], i == kOut);
   }
   variable_list apply_with_saved(const variable_list& given, torch::dynamo::autograd::SwapSavedVariables& swap) override {
@@ -115,7 +114,7 @@ inline Tensor like(const Tensor& x, const Tensor& dy) {
 struct ChannelNorm final : Direct {
   double eps;
   int64_t groups;
-  bool has_residual;
+  bool has_bias, has_residual;
 
   std::string name() const override { return "ChannelNormBackward"; }
   py::tuple how() const override { return py::make_tuple(by_triton, has_bias, act.toStringRef(), eps, groups, has_residual); }
@@ -134,12 +133,14 @@ struct ChannelNorm final : Direct {
     Direct::compiled_args(args);
     args.collect(eps);
     args.collect(groups);
+    args.collect(has_bias);
     args.collect(has_residual);
   }
 };
 
 struct ChannelAffine final : Direct {
   at::MemoryFormat layout;  // of y
+  bool has_bias;
 
   std::string name() const override { return "ChannelAffineBackward"; }
   py::tuple how() const override {
@@ -167,6 +168,7 @@ struct ChannelAffine final : Direct {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
     args.collect(int64_t(layout));
+    args.collect(has_bias);
   }
 };
 

@@ -89,7 +89,7 @@ struct RowNorm final : Direct {
 
   std::string name() const override { return "RowNormBackward"; }
   py::tuple how() const override {
-    return py::make_tuple(by_triton, has_bias, scaled, form.start, form.stop, form.eps, form.rms, form.weight_offset, form.cast_before);
+    return py::make_tuple(by_triton, scaled, form.start, form.stop, form.eps, form.rms, form.weight_offset, form.cast_before);
   }
   variable_list by_kernels(const Tensor& dy, const Tensor& dtotal, const Tensors& kept) override {
     static const Operator backward("row_backward");
@@ -195,7 +195,7 @@ struct GatedNorm final : Direct {
 
   std::string name() const override { return "GatedNormBackward"; }
   py::tuple how() const override {
-    return py::make_tuple(by_triton, has_bias, form.start, form.stop, form.eps, true, 0.0, form.cast_before, act.toStringRef(), norm_before_gate);
+    return py::make_tuple(by_triton, form.start, form.stop, form.eps, true, 0.0, form.cast_before, act.toStringRef(), norm_before_gate);
   }
   variable_list by_kernels(const Tensor& dy, const Tensor&, const Tensors& kept) override {
     static const Operator backward("row_gated_backward");

@@ -26,15 +26,16 @@ def call_of(node: Any) -> Any:
 
 def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
     """The call of a node in C++, which stores it."""
-    by_triton, has_bias, *settings = saved_call
+    by_triton, *settings = saved_call
     backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
     if name == "RowNormBackward":
         return RowCall(backend, Rows(*settings[1:]))
     if name == "GatedNormBackward":
         return RowCall(backend, Rows(*settings))
+    has_bias, act, *settings = settings
     if name == "ChannelAffineBackward":
-        return ChannelCall(backend, Channels(act=settings[0], by_batch=False), has_bias=has_bias)
-    act, eps, groups, _ = settings
+        return ChannelCall(backend, Channels(act=act, by_batch=False), has_bias=has_bias)
+    eps, groups, _ = settings
     return ChannelCall(backend, Channels(groups, eps, act), has_bias=has_bias)
 
 
@@ -53,7 +54,7 @@ def backward_of_node(
         return dx, dresidual, dweight, dbias
     assert dy is not None  # of an only result it is zeros
     if name == "RowNormBackward":
-        is_scale, parts, none = saved_call[2], (need_weight, need_bias), (False, False)
+        is_scale, parts, none = saved_call[1], (need_weight, need_bias), (False, False)
         of_weight = (None, None, None, None, weight, None) if is_scale else (weight, *(None,) * 5)
         ctx.saved_tensors = x, mean, rstd, *of_weight
         ctx.needs_input_grad = need_x, *none, *((*parts, *none) if is_scale else (*none, *parts)), *none
