@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import importlib
 import json
 import pickle
 from pathlib import Path
@@ -185,6 +186,7 @@ def test_a_model_that_needs_no_gradient():
     ],
 )
 def test_a_compiler_without_what_is_needed_compiles_as_without(monkeypatch, module, name):
+    importlib.import_module("torch._functorch.partitioners")  # which itself needs the others to be imported
     monkeypatch.delattr(f"{module}.{name}")
     options = leannorm.compile_options("conv", mode="max-autotune-no-cudagraphs")
     assert "custom_partitioner_fn" not in options
