@@ -91,11 +91,11 @@ struct Follower {
     const auto tuple = [](c10::IntArrayRef of) { return py::tuple(py::cast(of.vec())); };
     const py::tuple answer = way.attr("ask")(place, py::make_tuple(kind, tuple(t.sizes()), tuple(t.strides()), dtype_of(t.scalar_type()), number));
     const auto [why, of] = answer[2].cast<std::pair<int, std::string>>();
-    plan = answer[4].is_none() ? nullptr : answer[4].cast<std::shared_ptr<Places>>();
+    plan = answer[5].is_none() ? nullptr : answer[5].cast<std::shared_ptr<Places>>();
     cause = {static_cast<Why>(why), lasting(of)}, moves = answer[1].cast<bool>();
     if (plan) log.plans.insert(plan);
     if (plan && at < plan->list.size()) takes = &plan->list[at].takes;
-    log.policy = plan ? by_plan(policy) : policy;
+    log.policy = answer[4].cast<bool>() ? by_plan(policy) : policy;
     if (at == 0 && plan) set_may_plan(log, false);
     return answer[0].cast<bool>();
   }

@@ -251,7 +251,8 @@ class ForwardPass:
             return None if chosen.reached else reasons.out_of_reach(goal, chosen)
         kept, rebuilt = self.ledger.kept, self.ledger.rebuilt
         ratio = (kept - self.ledger.moved) / max(kept + rebuilt, 1)
-        missed = goal.budget is not None and ratio > _NEARLY * goal.budget
+        is_least = self._following is None or self._following.whole
+        missed = goal.budget is not None and ratio > _NEARLY * goal.budget and is_least
         return reasons.budget_out_of_reach(goal, ratio) if missed else None
 
     @staticmethod

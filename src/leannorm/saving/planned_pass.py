@@ -37,7 +37,7 @@ class PlannedPass:
             calls.append(call)
             drops, plan = following.rebuilds(calls), following.plan
             moves, takes = (True, ()) if plan is None else (plan.move[place], plan.take[place])
-            return Answer(drops, moves, following.why(place), takes, self._followed())
+            return Answer(drops, moves, following.why(place), takes, following.decides, self._followed())
         except Exception:  # a plan is never worth an error in the forward pass
             return Answer(True, True)
 

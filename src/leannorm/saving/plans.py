@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from leannorm.planning.goal import Goal
 from leannorm.planning.loop import Loop
 from leannorm.saving import reasons
+from leannorm.saving.alike import Alike
 from leannorm.saving.plan import Call, Pass, RebuildPlan, Taken, plan, rungs, size, structure
 from leannorm.saving.reasons import Cause, Why
 
@@ -19,6 +20,7 @@ _MAX_PLANS = 256
 _ANEW = 16  # passes until a plan is made again, as a later pass may rebuild what the first could not
 _MORE = 4  # after each of these plans, this many times as many passes until the next
 _TRIES = 3  # passes without a plan, since one that no plan fitted may come again only after others
+_SELDOM = 32  # passes for each further one without a plan: some programs leave out other layers in each pass
 _NEAR = 0.75, 4 / 3  # between so many times the sizes that a plan was made for, its choice is still good
 _PROMISED = 1.05, 0.02  # factor and addend of the planned share: a pass that keeps more has missed its plan
 _MISSES = 2
@@ -102,12 +104,27 @@ class _Entry:
 
 @dataclass
 class _Known:
-    """The plans of passes with similar first tensors. `whole`: how many passes will follow no plan."""
+    """The plans of passes with similar first tensors. `whole`: how many passes will follow no plan, so that
+    one can be made from them. `wholes`, `seen`: how many passes there were of that kind, and in all."""
 
     entries: list[_Entry] = field(default_factory=list)
     whole: int = 0
+    wholes: int = 0
+    seen: int = 0
     strays: int = 0  # passes in a row that no plan fitted
     last: _Entry | None = None
+
+    def begins(self) -> bool:
+        """Note that a pass begins; returns whether it follows no plan, so that one is made from it."""
+        self.seen, self.wholes = self.seen + 1, self.wholes + bool(self.whole)
+        return self.whole > 0
+
+    def strayed(self, missed: bool) -> None:
+        """Note that no plan fitted a pass, and whether it `missed` the goal."""
+        self.last, self.strays = None, self.strays + 1
+        may = missed or self.wholes <= self.seen // _SELDOM + _TRIES
+        if may and self.strays.bit_count() == 1:  # the 1st, 2nd, 4th ... in a row: sizes may never repeat
+            self.whole = _TRIES
 
     def ended(self, entry: _Entry) -> None:
         """Note that a pass followed this plan."""
@@ -127,8 +144,9 @@ KNOWN: dict[tuple[Goal, Hashable, Hashable], _Known] = {}
 class Following:
     """One pass, which follows a plan as long as its tensors are those of the plan's pass, in about its sizes.
 
-    A plan for the same sizes is preferred. If no plan fits any more, the pass rebuilds all that it can, and
-    a plan is made from one of the next passes. The same happens after a pass that kept more than planned.
+    A plan for the same sizes is preferred. If no plan fits any more, tensors like those of the plan that the
+    pass has followed are treated as there (`alike.py`), all others are rebuilt if they can be, and a plan is
+    made from one of the next passes. After a pass that kept more than planned, one rebuilds all that it can.
     """
 
     def __init__(self, goal: Goal, place: Hashable = None) -> None:
@@ -140,6 +158,8 @@ class Following:
         self._old: _Made | None = None  # the plans that this pass replaces, so that it follows none
         self.whole = True  # whether the pass followed no plan from its first tensor on
         self._strayed = False  # whether no plan fitted any more
+        self._alike: Alike | None = None  # then, unless a peak was asked for
+        self._most = 1.0  # then, the share of the bytes to keep: the budget, or more if the plan could not
         self._began_as_another = False  # whether its first tensors followed another pass's plan
 
     def for_another_step(self) -> Following:
@@ -151,7 +171,7 @@ class Following:
         last, entry = len(calls) - 1, self.entry
         if not last:
             known = self._known(calls)
-            best = None if known.whole else self._best(known, calls)
+            best = None if known.begins() else self._best(known, calls)
             self._old = best.made if best is not None and best.made.is_old else None
             self._follow(None if self._old is not None else best)
             self.whole = self.plan is None
@@ -159,11 +179,20 @@ class Following:
             known, self._began_as_another = self._known(calls), True
             self._follow(self._best(known, calls))
             if self.entry is None:
-                self._stray(known)
+                self._stray(entry)
+                if self.goal.peak is None:
+                    self._alike = Alike(entry.plan, calls[:-1], self._most)
         elif entry is not None and not self._sized and entry.plan.made_for.calls[last] != calls[last]:
             self._sized = True  # a plan of these sizes is searched for only once
             self._follow(self._known(calls).in_sizes_of(tuple(calls), entry.made) or entry)
+        if self._alike is not None:
+            return self._alike.rebuilds(calls[last])
         return self.plan is None or self.plan.rebuild[last]
+
+    @property
+    def decides(self) -> bool:
+        """Whether a plan decides on the tensor that was packed last, not only what can be rebuilt."""
+        return self.plan is not None or self._alike is not None
 
     def why(self, place: int) -> Cause:
         """Why a tensor is kept that the plan does not rebuild."""
@@ -187,18 +216,24 @@ class Following:
             return None
         known, entry = self._known(calls), self.entry
         if entry is not None and len(entry.made.calls) != len(calls):
+            self._stray(entry)
+        if self._strayed:
+            of_peak = self._alike is None and self.goal.peak is not None
+            missed = share > _PROMISED[0] * self._most + _PROMISED[1]
             self._follow(None)
-            self._stray(known)
+            known.strayed(missed or of_peak)
+            if self.goal.budget is not None:
+                return reasons.BEGAN_AS_ANOTHER if missed else None
         elif entry is not None:
-            missed = self._followed(known, entry, tuple(calls), share)
+            why = self._followed(known, entry, tuple(calls), share)
             if entry.made.calls == tuple(calls) == entry.plan.made_for.calls:
                 self._price_again(entry, seconds, spent)
             elif entry.made.follows >= _MOST_FOLLOWS:
                 entry.made.again = None
-            return missed
+            return why
         elif self.whole:
             self._make(known, tuple(calls), read)
-        return reasons.STRAYED if self._strayed and self.goal.budget is None else None
+        return reasons.STRAYED if self._strayed else None
 
     def _followed(self, known: _Known, entry: _Entry, calls: tuple[Call, ...], share: float) -> str | None:
         made, ratio = entry.made, entry.plan.ratio
@@ -286,10 +321,10 @@ class Following:
             most.entries.pop()
         return entry
 
-    def _stray(self, known: _Known) -> None:
-        known.last, self._strayed, known.strays = None, True, known.strays + 1
-        if known.strays.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: sizes may never repeat
-            known.whole = _TRIES
+    def _stray(self, entry: _Entry) -> None:
+        self._strayed = True
+        if self.goal.budget is not None:
+            self._most = max(self.goal.budget, entry.plan.ratio)
 
     def _follow(self, entry: _Entry | None) -> None:
         if entry is not None:

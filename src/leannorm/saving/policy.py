@@ -31,13 +31,15 @@ class Policy(NamedTuple):
 
 class Answer(NamedTuple):
     """What happens to a tensor that is saved: whether it may be dropped; if it is kept, whether it is moved,
-    and why. `takes`: of the values that it is made of, by position, those that are kept instead. `places`:
-    for C++, the plan to follow from here on, as long as the pass does not differ from it."""
+    and why. `takes`: of the values that it is made of, by position, those that are kept instead. `by_plan`:
+    whether a plan decides how much is made again in a row. `places`: for C++, the plan to follow from here
+    on, as long as the pass does not differ from it."""
 
     drops: bool
     moves: bool
     cause: Cause = NO_CAUSE
     takes: Collection[int] = ()
+    by_plan: bool = False
     places: Any = None
 
 

@@ -147,8 +147,8 @@ _SAID_IF_NOTHING_IS_REBUILT = Why.NOT_REPEATED, Why.PLANNED, Why.TIMED
 _ALWAYS_SAID = tuple(why.sentence for why in Why if why and why not in _SAID_IF_NOTHING_IS_REBUILT)
 
 STRAYED = (
-    "no plan fits this pass, whose tensors or sizes differ from those of passes before: it rebuilds all that"
-    " it can, and a plan is made from one of the next passes"
+    "no plan fits this pass, whose tensors or sizes differ from those of passes before; a later pass may make"
+    " one for passes like this"
 )
 
 BEGAN_AS_ANOTHER = (

@@ -182,7 +182,7 @@ class RecordedPass:
         sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
         call = name, sizes, strides, tensor.dtype, x.number - self.first
         answer = way.ask(self.place, call)
-        log.policy = self.policy if way.following.plan is None else self.policy.with_plan()
+        log.policy = self.policy.with_plan() if answer.by_plan else self.policy
         return answer
 
     @property
