@@ -126,3 +126,43 @@ def test_what_no_plan_knows_is_rebuilt_and_a_budget_is_kept():
     rebuilt = [tight.rebuilds(call) for call in calls]
     assert all(now for now, then in zip(rebuilt, plan.rebuild, strict=True) if then)
     assert sum(rebuilt) > sum(plan.rebuild)
+
+
+class Recurrence(nn.Module):
+    """A gated recurrence, written in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates, self.new, self.norm = nn.Linear(32, 64), nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x):
+        h, loss = torch.zeros_like(x[0]), 0
+        for row in x:
+            z, r = self.gates(row + h).sigmoid().chunk(2, -1)
+            h = self.norm((1 - z) * torch.tanh(self.new(row) + r * h) + z * h)
+            loss = loss + h.square().mean()
+        return loss
+
+
+def test_a_recurrence_over_other_lengths_keeps_to_its_budget_and_makes_few_plans():
+    torch.manual_seed(0)
+    model, random, shares, reached = Recurrence(), Random(1), [], []
+    for _ in range(40):
+        x, found = torch.randn(random.randint(6, 20), 64, 32), []
+        for context in (torch.enable_grad(), lean(budget=0.5)):
+            model.zero_grad()
+            with context as saved:
+                loss = model(x)
+            loss.backward()
+            found.append([p.grad for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        shares.append(share(saved))
+        reached.append(saved.reasons == [])
+    (known,) = plans.KNOWN.values()
+    assert known.dear > 1  # than a step
+    assert known.wholes * known.dear <= 40 / 32 + 3 + known.dear
+    assert all(
+        one <= MOST * 0.5 + MORE for one, is_reached in zip(shares, reached, strict=True) if is_reached
+    )
+    assert sum(reached[10:]) >= 25
+    assert sum(one > 0.3 for one in shares) >= 25  # instead of all that can be rebuilt

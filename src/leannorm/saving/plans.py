@@ -20,7 +20,8 @@ _MAX_PLANS = 256
 _ANEW = 16  # passes until a plan is made again, as a later pass may rebuild what the first could not
 _MORE = 4  # after each of these plans, this many times as many passes until the next
 _TRIES = 3  # passes without a plan, since one that no plan fitted may come again only after others
-_SELDOM = 32  # passes for each further one without a plan: some programs leave out other layers in each pass
+_SELDOM = 32  # passes for each step that making a further plan takes
+_PER_VALUE = 5e-4  # seconds: making a plan takes about as many for each value of the step
 _NEAR = 0.75, 4 / 3  # between so many times the sizes that a plan was made for, its choice is still good
 _PROMISED = 1.05, 0.02  # factor and addend of the planned share: a pass that keeps more has missed its plan
 _MISSES = 2
@@ -105,12 +106,17 @@ class _Entry:
 @dataclass
 class _Known:
     """The plans of passes with similar first tensors. `whole`: how many passes will follow no plan, so that
-    one can be made from them. `wholes`, `seen`: how many passes there were of that kind, and in all."""
+    one can be made from them. `wholes`, `seen`: how many passes there were of that kind, and in all. `dear`:
+    the steps that making a plan takes. `varies`: whether the last pass has missed the goal, as it followed
+    the plan of another one; then the next ones go by kind of tensor from the start.
+    """
 
     entries: list[_Entry] = field(default_factory=list)
     whole: int = 0
     wholes: int = 0
     seen: int = 0
+    dear: float = 1.0
+    varies: bool = False
     strays: int = 0  # passes in a row that no plan fitted
     last: _Entry | None = None
 
@@ -121,16 +127,16 @@ class _Known:
 
     def strayed(self, missed: bool) -> None:
         """Note that no plan fitted a pass, and whether it `missed` the goal."""
-        self.last, self.strays = None, self.strays + 1
-        may = missed or self.wholes <= self.seen // _SELDOM + _TRIES
-        if may and self.strays.bit_count() == 1:  # the 1st, 2nd, 4th ... in a row: sizes may never repeat
+        self.last, self.strays, self.varies = None, self.strays + 1, missed
+        few = self.wholes * self.dear <= self.seen / _SELDOM + _TRIES
+        if few and self.strays.bit_count() == 1:  # the 1st, 2nd, 4th ... in a row: sizes may never repeat
             self.whole = _TRIES
 
     def ended(self, entry: _Entry) -> None:
         """Note that a pass followed this plan."""
         if self.last is not None:
             self.last.next = entry
-        self.last = entry
+        self.last, self.varies = entry, False
 
     def in_sizes_of(self, calls: tuple[Call, ...], made: _Made) -> _Entry | None:
         """The plan of `made` for exactly the sizes of these calls, if there is one."""
@@ -173,15 +179,15 @@ class Following:
             known = self._known(calls)
             best = None if known.begins() else self._best(known, calls)
             self._old = best.made if best is not None and best.made.is_old else None
-            self._follow(None if self._old is not None else best)
-            self.whole = self.plan is None
+            if best is not None and known.varies:
+                self._stray(best, ())
+            self._follow(None if self._old is not None or self._strayed else best)
+            self.whole = self.plan is None and not self._strayed
         elif entry is not None and not self._fits(entry, calls, last):
             known, self._began_as_another = self._known(calls), True
             self._follow(self._best(known, calls))
             if self.entry is None:
-                self._stray(entry)
-                if self.goal.peak is None:
-                    self._alike = Alike(entry.plan, calls[:-1], self._most)
+                self._stray(entry, calls[:-1])
         elif entry is not None and not self._sized and entry.plan.made_for.calls[last] != calls[last]:
             self._sized = True  # a plan of these sizes is searched for only once
             self._follow(self._known(calls).in_sizes_of(tuple(calls), entry.made) or entry)
@@ -216,12 +222,12 @@ class Following:
             return None
         known, entry = self._known(calls), self.entry
         if entry is not None and len(entry.made.calls) != len(calls):
-            self._stray(entry)
+            self._stray(entry, calls)
+            known.varies = self.goal.peak is not None  # whether it kept to that is not known
         if self._strayed:
-            of_peak = self._alike is None and self.goal.peak is not None
             missed = share > _PROMISED[0] * self._most + _PROMISED[1]
             self._follow(None)
-            known.strayed(missed or of_peak)
+            known.strayed(missed or known.varies)
             if self.goal.budget is not None:
                 return reasons.BEGAN_AS_ANOTHER if missed else None
         elif entry is not None:
@@ -301,6 +307,8 @@ class Following:
         if old is not None and self._near(old.calls, calls):
             made.anew, made.misses = old.anew * (1 if old.missed else _MORE), old.misses
             known.entries = [one for one in known.entries if one.made is not old]
+        step = passed.lines.step
+        known.dear = max(1.0, _PER_VALUE * len(step.values) / max(step.seconds, 1e-9))
         full = plan(self.goal, passed)
         made.settled = full.chosen.reached and not self.goal.promises_time
         made.again = passed.again if self._place is None else None
@@ -321,10 +329,13 @@ class Following:
             most.entries.pop()
         return entry
 
-    def _stray(self, entry: _Entry) -> None:
+    def _stray(self, entry: _Entry, calls: Sequence[Call]) -> None:
+        """Note that no plan fits the pass, which has followed this one for these calls."""
         self._strayed = True
         if self.goal.budget is not None:
             self._most = max(self.goal.budget, entry.plan.ratio)
+        if self.goal.peak is None:
+            self._alike = Alike(entry.plan, calls, self._most)
 
     def _follow(self, entry: _Entry | None) -> None:
         if entry is not None:
