@@ -273,6 +273,7 @@ struct GatedNorm final : Direct {
   }
   // The weight as kernels take it: `CompiledGated._weight`.
   static Tensor flat(const Tensor& weight, const Tensor& x, int64_t in_a_row) {
+    if (!weight.defined()) return at::ones({in_a_row}, x.options().dtype(compute_type(x)));
     const Tensor same = in_type(weight, compute_type(x));
     return same.dim() == 1 && same.is_contiguous() ? same : same.contiguous().view(-1);
   }
@@ -317,13 +318,13 @@ inline PyObject* call_gated_norm(PyObject*, PyObject* const* arguments, Py_ssize
   c10::IValue act;
   if (count != 9 || !given.read_from(arguments, count) || !form.read_axes(given.x, arguments[4], Py_None)) Py_RETURN_NONE;
   const auto& [x, gate, weight, eps, by_triton, records] = given;
-  if (!(eps >= 0) || x.numel() == 0 || !gate.defined() || !weight.defined() || !form.fits(x, weight) || !read(arguments[5], act)) Py_RETURN_NONE;
+  if (!(eps >= 0) || x.numel() == 0 || !gate.defined() || !form.fits(x, weight) || !read(arguments[5], act)) Py_RETURN_NONE;
   if (gate.sizes() != x.sizes() || gate.scalar_type() != x.scalar_type()) Py_RETURN_NONE;
   form.rms = true, form.cast_before = arguments[7] == Py_True;
   if (!form.keeps_type(x, weight)) Py_RETURN_NONE;
   const int64_t kept = values_of_a_row(x, form.start);
   const bool are_rows = is_apart(x, kept, x.scalar_type()) && is_apart(gate, kept, x.scalar_type());
-  if (is_watched() && !(are_rows && is_apart(weight, kept, compute_type(x)))) Py_RETURN_NONE;
+  if (is_watched() && !(are_rows && weight.defined() && is_apart(weight, kept, compute_type(x)))) Py_RETURN_NONE;
   const bool norm_before_gate = arguments[6] == Py_True;
   return result([&] { return gated_norm(given, form, act, norm_before_gate); });
   END_HANDLE_TH_ERRORS

@@ -288,6 +288,7 @@ USUAL = [  # layers, and the shape of what they are called with
     (lambda: Modulated(64, 5, affine=True), _SAMPLES),
     (lambda: Modulated(64, 5, of="gated sum"), _SAMPLES),
     (lambda: Gated(*_SAMPLES), _SAMPLES),
+    (lambda: Gated(*_SAMPLES, elementwise_affine=False), _SAMPLES),
     (lambda: Summed("relu", 8), _IMAGES),
 ]
 

@@ -48,6 +48,7 @@ LAYERS = {
     "modulated, of a gated sum, weight": lambda: Modulated(3, 3, 4, rms=True, affine=True, of="gated sum"),
     "gated": lambda: Gated(*SHAPE),
     "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
+    "gated, no weight": lambda: Gated(*SHAPE, elementwise_affine=False),
 }
 ONLY_IN_CPP = ("modulated", "gated", "of a sum")
 each_kind = pytest.mark.parametrize("name", ["batch, act", "evaluation", "group", "layer", "rms"])

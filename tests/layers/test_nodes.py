@@ -60,6 +60,7 @@ LAYERS = {
     "modulated, of a gated sum, weight": lambda: Modulated(3, 6, 4, rms=True, affine=True, of="gated sum"),
     "gated": lambda: Gated(*SHAPE),
     "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
+    "gated, no weight": lambda: Gated(*SHAPE, elementwise_affine=False),
 }
 built = pytest.mark.skipif(nodes.NODES is None, reason=str(nodes.WHY_NOT))
 each_layer = pytest.mark.parametrize("name", LAYERS)

@@ -351,7 +351,7 @@ def gated_norm(
     norm_before_gate: bool,
     cast: str,
 ) -> Tensor | None:
-    """`GatedNorm` with a weight; only in C++."""
+    """`GatedNorm`; only in C++."""
     backend = None if NODES is None else _serving(x)
     if backend is None or backend is ATEN or cast not in ("after", "before"):
         return None
