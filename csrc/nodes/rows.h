@@ -147,6 +147,7 @@ struct RowNorm final : Direct {
     const Tensor &x = has_residual ? kept[kOut] : kept[kX], &weight = kept[kWeight], &bias = kept[kBias];
     const Tensor &gate = kept[kGate], &scale = kept[kScale];
     if (has_residual && (dy.defined() ? dy.scalar_type() != x.scalar_type() : gate.defined())) return {};
+    if (scale.defined() && !x.is_contiguous()) return {};  // a hook has returned it in another layout
     variable_list found(kInputs);
     if (!dy.defined()) {  // only the sum was used
       found[kOfX] = found[kOfResidual] = dtotal;
