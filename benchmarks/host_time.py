@@ -69,21 +69,28 @@ def over_channels_by_torch() -> Call:
     return lambda x: layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def modulation() -> tuple[torch.Tensor, ...]:
-    """A scale and a shift per sample, as networks compute them: chunks of one tensor."""
-    return torch.randn(TOKENS[0], 2 * 64, requires_grad=True).chunk(2, 1)
+def modulation(of_norm: bool) -> tuple[Any, ...]:
+    """A scale, a shift and a gate per sample, as networks compute them: chunks of one tensor. A summand, and
+    with `of_norm` the norm's own weight and bias."""
+    parts = torch.randn(TOKENS[0], 3 * 64, requires_grad=True).chunk(3, 1)
+    own = [torch.randn(64, requires_grad=True) if of_norm else None for _ in range(2)]
+    return *parts, torch.randn(TOKENS, requires_grad=True), *own
 
 
-def modulated() -> Call:
-    scale, shift = modulation()
-    return lambda x: functional.ada_layer_norm(x, (64,), scale, shift)
+def modulated(of_norm: bool = False, of_sum: bool = False) -> Call:
+    scale, shift, gate, branch, *own = modulation(of_norm)
+    if of_sum:
+        how = (64,), scale, shift, 1e-5, *own
+        return lambda x: functional.add_ada_layer_norm(x, branch, gate, *how)[0]
+    return lambda x: functional.ada_layer_norm(x, (64,), scale, shift, 1e-5, *own)
 
 
-def modulated_by_torch() -> Call:
-    scale, shift = modulation()
+def modulated_by_torch(of_norm: bool = False, of_sum: bool = False) -> Call:
+    scale, shift, gate, branch, *own = modulation(of_norm)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return torch.layer_norm(x, (64,)) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+        x = x + gate.unsqueeze(1) * branch if of_sum else x
+        return torch.layer_norm(x, (64,), *own) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
     return call
 
@@ -98,13 +105,13 @@ def rows_of_a_sum_by_torch() -> Call:
     return lambda x: torch.rms_norm(x + residual, (64,), weight)
 
 
-def gated() -> Call:
-    layer, gate = nn.RMSNormGated(64), torch.randn(TOKENS, requires_grad=True)
+def gated(affine: bool = True) -> Call:
+    layer, gate = nn.RMSNormGated(64, None, affine), torch.randn(TOKENS, requires_grad=True)
     return lambda x: layer(x, gate)
 
 
-def gated_by_torch() -> Call:
-    layer, gate = torch.nn.RMSNorm(64), torch.randn(TOKENS, requires_grad=True)
+def gated_by_torch(affine: bool = True) -> Call:
+    layer, gate = torch.nn.RMSNorm(64, None, affine), torch.randn(TOKENS, requires_grad=True)
     return lambda x: layer(x) * torch.nn.functional.silu(gate)
 
 
@@ -124,7 +131,12 @@ LAYERS = {
     "add_rms_norm": Case(rows_of_a_sum, rows_of_a_sum_by_torch, ROWS),
     "LayerNorm, dim=1": Case(lambda: nn.LayerNorm(16, dim=1), over_channels_by_torch, IMAGE),
     "ada_layer_norm": Case(modulated, modulated_by_torch, TOKENS),
+    "ada_layer_norm, weight": Case(lambda: modulated(True), lambda: modulated_by_torch(True), TOKENS),
+    "add_ada_layer_norm": Case(
+        lambda: modulated(of_sum=True), lambda: modulated_by_torch(of_sum=True), TOKENS
+    ),
     "RMSNormGated": Case(gated, gated_by_torch, TOKENS),
+    "RMSNormGated, no weight": Case(lambda: gated(False), lambda: gated_by_torch(False), TOKENS),
     "BatchNormAct2d, residual": Case(behind_a_sum, behind_a_sum_by_torch, IMAGE),
     "BatchNorm2d": Case(lambda: nn.BatchNorm2d(16), lambda: torch.nn.BatchNorm2d(16), IMAGE),
     SEVERAL: Case(lambda: nn.BatchNorm2d(16), lambda: torch.nn.BatchNorm2d(16), LARGE),

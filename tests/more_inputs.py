@@ -39,16 +39,39 @@ class RowsOfSum(torch.nn.Module):
 
 
 class Modulated(torch.nn.Module):
-    """A norm with a scale, and perhaps a shift, for each sample or token: halves of one parameter's rows."""
+    """A norm with a scale, and perhaps a shift, for each sample or token: parts of one parameter's rows.
 
-    def __init__(self, features: int, *leading: int, rms: bool = False, shifts: bool = True) -> None:
+    `of` may be "sum" or "gated sum"; with `affine`, the norm has a weight, and a layer norm a bias.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *leading: int,
+        rms: bool = False,
+        shifts: bool = True,
+        affine: bool = False,
+        of: str = "x",
+    ) -> None:
         super().__init__()
-        self.function: Any = functional.ada_rms_norm if rms else functional.ada_layer_norm
-        self.weight, self.shifts = torch.nn.Parameter(torch.randn(*leading, 2 * features)), shifts
+        name = f"ada_{'rms' if rms else 'layer'}_norm"
+        self.function: Any = getattr(functional, name if of == "x" else f"add_{name}")
+        self.weight, self.shifts, self.of = (
+            torch.nn.Parameter(torch.randn(*leading, 3 * features)),
+            shifts,
+            of,
+        )
+        names = ("weight", "bias")[: affine * (2 - rms)]
+        self.affine = torch.nn.ParameterDict({name: torch.randn(features) for name in names})
 
     def forward(self, x: Tensor) -> Tensor:
-        scale, shift = self.weight[: len(x)].chunk(2, -1)
-        return self.function(x, x.shape[-1:], scale, shift=shift if self.shifts else None)
+        scale, shift, gate = self.weight[: len(x)].chunk(3, -1)
+        how = {"shift": shift if self.shifts else None, **self.affine}
+        if self.of == "x":
+            return self.function(x, x.shape[-1:], scale, **how)  # type: ignore[no-any-return]
+        gate = gate if self.of == "gated sum" else None
+        y: Tensor = self.function(x, x.flip(0), gate, x.shape[-1:], scale, **how)[0]
+        return y
 
 
 class Gated(torch.nn.Module):

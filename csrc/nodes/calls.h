@@ -121,17 +121,17 @@ struct Given {
   bool read_from(PyObject* const* given, Py_ssize_t count) {
     by_triton = given[count - 1] == Py_True;
     if (!(plain_call() && read(given[0], x, by_triton) && read(given[1], weight, by_triton))) return false;
-    if (!(read(given[2], bias, by_triton) && read(given[3], eps))) return false;
-    records = recorded(x, weight, bias);
-    return x.defined() && !(records && (in_inference(x) || in_inference(weight) || in_inference(bias)));
+    return read(given[2], bias, by_triton) && read(given[3], eps) && x.defined() && can_record();
   }
-  // A residual like x, in its layout.
-  bool read_residual(PyObject* from, Tensor& residual) {
-    if (!read(from, residual, by_triton)) return false;
+  // Finds whether autograd records a call on these tensors and on `others`; false if it cannot save all of them then.
+  template <class... Others> bool can_record(const Others&... others) {
+    records = recorded(x, weight, bias, others...);
+    return !(records && (in_inference(x) || in_inference(weight) || in_inference(bias) || (in_inference(others) || ...)));
+  }
+  // Whether there is no residual, or one like x and in its layout.
+  bool takes(const Tensor& residual) const {
     if (!residual.defined()) return true;
-    records |= recorded(residual);
-    const bool is_like_x = residual.scalar_type() == x.scalar_type() && residual.sizes() == x.sizes() && residual.strides() == x.strides();
-    return is_like_x && !(records && (in_inference(x) || in_inference(weight) || in_inference(bias) || in_inference(residual)));
+    return residual.scalar_type() == x.scalar_type() && residual.sizes() == x.sizes() && residual.strides() == x.strides();
   }
   // Whether there is no bias without a weight, and none of another dtype.
   bool alike() const { return !bias.defined() || (weight.defined() && weight.scalar_type() == bias.scalar_type()); }

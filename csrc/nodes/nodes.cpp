@@ -60,7 +60,7 @@ PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t co
   int64_t groups;
   if (count != 9 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
   if (!read(arguments[5], groups) || !running.read_from(arguments[6], given.by_triton) || !dense(given.x) || !given.alike()) Py_RETURN_NONE;
-  if (!given.read_residual(arguments[7], residual)) Py_RETURN_NONE;
+  if (!read(arguments[7], residual, given.by_triton) || !given.takes(residual) || !given.can_record(residual)) Py_RETURN_NONE;
   return result([&] { return channel_norm(given, act, groups, running, residual); });
   END_HANDLE_TH_ERRORS
 }
@@ -144,7 +144,6 @@ PyMethodDef functions[] = {
     {"channel_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_channel_norm)), METH_FASTCALL, nullptr},
     {"evaluation", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_evaluation)), METH_FASTCALL, nullptr},
     {"row_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_row_norm)), METH_FASTCALL, nullptr},
-    {"modulated", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_modulated)), METH_FASTCALL, nullptr},
     {"gated_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_gated_norm)), METH_FASTCALL, nullptr},
     {"storage", &storage, METH_O, nullptr},
     {"is_watched", &watched, METH_NOARGS, nullptr},

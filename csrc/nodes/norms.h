@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 inline PyObject* by_python = nullptr;  // fast.py's backward pass, for everything unusual
 
-enum Saved { kX, kMean, kRstd, kWeight, kBias, kResidual, kOut, kSaved };
+enum Saved { kX, kGate, kMean, kRstd, kWeight, kBias, kResidual, kScale, kOut, kSaved };
 using Tensors = std::array<Tensor, kSaved>;
 
 // What the nodes have in common: saved tensors, and a backward pass by kernels or by Python.
@@ -68,7 +68,8 @@ struct Direct : Node {
       const auto given = [](const Tensor& v) -> py::object { return v.defined() ? py::cast(v) : py::none(); };
       py::list tensors;
       for (const Tensor& v : kept) tensors.append(given(v));
-      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2), needs(3));
+      py::tuple needed(num_outputs());
+      for (size_t i = 0; i < num_outputs(); ++i) needed[i] = py::bool_(needs(i));
       const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), given(dy), given(dtotal));
       variable_list gradients;
       for (size_t i = 0; i < num_outputs(); ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
@@ -104,9 +105,11 @@ template <class Kind, class... Inputs> auto node_of(const Inputs&... inputs) {
   return node;
 }
 
+inline Tensor in_type(const Tensor& v, at::ScalarType dtype) { return v.scalar_type() == dtype ? v : v.to(dtype); }
+
 // dy in the layout of x, which is dense.
 inline Tensor like(const Tensor& x, const Tensor& dy) {
-  const Tensor same = dy.scalar_type() == x.scalar_type() ? dy : dy.to(x.scalar_type());
+  const Tensor same = in_type(dy, x.scalar_type());
   if (x.is_contiguous()) return same.contiguous();
   return channels_last(same) ? same : same.movedim(1, -1).contiguous().movedim(-1, 1);
 }

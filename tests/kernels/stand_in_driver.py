@@ -285,7 +285,10 @@ USUAL = [  # layers, and the shape of what they are called with
     (lambda: nn.LayerNorm(8, dim=1), _IMAGES),
     (lambda: Modulated(64, 5), _SAMPLES),
     (lambda: Modulated(64, 5, 8), _SAMPLES),
+    (lambda: Modulated(64, 5, affine=True), _SAMPLES),
+    (lambda: Modulated(64, 5, of="gated sum"), _SAMPLES),
     (lambda: Gated(*_SAMPLES), _SAMPLES),
+    (lambda: Gated(*_SAMPLES, elementwise_affine=False), _SAMPLES),
     (lambda: Summed("relu", 8), _IMAGES),
 ]
 

@@ -40,8 +40,15 @@ LAYERS = {
     "modulated": lambda: Modulated(3, 3, 1, 1),
     "modulated, middle axis": lambda: Modulated(3, 3, 4, 1),
     "modulated, tokens": lambda: Modulated(3, 3, 4, 2),
+    "modulated, weight and bias": lambda: Modulated(3, 3, affine=True),
+    "modulated, tokens, weight and bias": lambda: Modulated(3, 3, 4, 2, affine=True),
+    "modulated, rms, weight": lambda: Modulated(3, 3, 4, 1, rms=True, affine=True),
+    "modulated, of a sum": lambda: Modulated(3, 3, of="sum"),
+    "modulated, of a gated sum": lambda: Modulated(3, 3, 4, of="gated sum"),
+    "modulated, of a gated sum, weight": lambda: Modulated(3, 3, 4, rms=True, affine=True, of="gated sum"),
     "gated": lambda: Gated(*SHAPE),
     "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
+    "gated, no weight": lambda: Gated(*SHAPE, elementwise_affine=False),
 }
 ONLY_IN_CPP = ("modulated", "gated", "of a sum")
 each_kind = pytest.mark.parametrize("name", ["batch, act", "evaluation", "group", "layer", "rms"])

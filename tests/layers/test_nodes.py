@@ -52,8 +52,15 @@ LAYERS = {
     "modulated, no shift": lambda: Modulated(3, 1, shifts=False),
     "modulated, tokens": lambda: Modulated(3, 6, 4, 5),
     "modulated, rms": lambda: Modulated(3, 6, 4, rms=True),
+    "modulated, weight and bias": lambda: Modulated(3, 6, affine=True),
+    "modulated, tokens, weight and bias": lambda: Modulated(3, 6, 4, 5, affine=True),
+    "modulated, rms, weight": lambda: Modulated(3, 6, 4, 1, rms=True, affine=True),
+    "modulated, of a sum": lambda: Modulated(3, 6, of="sum"),
+    "modulated, of a gated sum": lambda: Modulated(3, 6, 4, of="gated sum"),
+    "modulated, of a gated sum, weight": lambda: Modulated(3, 6, 4, rms=True, affine=True, of="gated sum"),
     "gated": lambda: Gated(*SHAPE),
     "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
+    "gated, no weight": lambda: Gated(*SHAPE, elementwise_affine=False),
 }
 built = pytest.mark.skipif(nodes.NODES is None, reason=str(nodes.WHY_NOT))
 each_layer = pytest.mark.parametrize("name", LAYERS)

@@ -37,6 +37,19 @@ def test_hooks_of_saved_tensors(name, monkeypatch):
 
 
 @built
+@pytest.mark.parametrize("name", ["layer", "rms", "modulated", "modulated, of a gated sum", "gated"])
+def test_a_hook_that_returns_other_layouts(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        with saved_tensors_hooks(lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
+            y = layer(x)
+        y.backward(dy)
+        return gradients(layer, x)
+
+    compare(told, monkeypatch)
+
+
+@built
 @each_layer
 @pytest.mark.parametrize("fails", ["first", "last", "unpack"])
 def test_a_hook_that_raises(name, fails, monkeypatch):

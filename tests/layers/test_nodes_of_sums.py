@@ -1,4 +1,4 @@
-"""The autograd node in C++ of a row norm behind a sum, which returns that sum too."""
+"""The autograd node in C++ of a row norm behind a sum, which returns that sum too, or with a scale."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from test_nodes import built, compare, in_python
 from torch.autograd.graph import Node
 
 from leannorm import functional
+from leannorm.autograd import fast
 
 
 @built
@@ -42,3 +43,53 @@ def test_a_sum_and_its_norm_have_gradients_of_second_order():
     assert not in_python(of(x, residual, weight)[0].grad_fn)
     assert torch.autograd.gradcheck(of, (x, residual, weight))
     assert torch.autograd.gradgradcheck(of, (x, residual, weight))
+
+
+PLACES = [((4, 5, 6), 1, (6,)), ((4, 5, 6), 1, (4, 6)), ((4, 5, 6), 1, (4, 5, 6)), ((4, 6), 1, (4, 6))]
+PLACES += [((4, 5, 2, 3), 2, (4, 2, 3))]
+PARTS = {
+    "weight and bias": ("shift", "weight", "bias"),
+    "weight": ("shift", "weight"),
+    "weight, no shift": ("weight",),
+    "bias": ("shift", "bias"),
+    "bias, no shift": ("bias",),
+    "of a sum, no shift": ("branch", "weight", "bias"),
+    "of a gated sum": ("branch", "gate", "shift"),
+    "of a gated sum, weight and bias": ("branch", "gate", "shift", "weight", "bias"),
+}
+MIXES = [("float32", "float32"), ("float64", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+
+
+@built
+@pytest.mark.sampled(of=8)
+@pytest.mark.parametrize(("x_dtype", "dtype"), MIXES)
+@pytest.mark.parametrize(("shape", "axes", "of_scale"), PLACES, ids=str)
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_scale_with_all_that_may_come_with_it(parts, shape, axes, of_scale, x_dtype, dtype, monkeypatch):
+    kept, names = shape[-axes:], ("x", "scale", *PARTS[parts])
+    sizes = {"x": shape, "branch": shape, "weight": kept, "bias": kept}
+    dtypes = {"x": getattr(torch, x_dtype), "branch": getattr(torch, x_dtype)}
+    function = functional.add_ada_layer_norm if "branch" in names else functional.ada_layer_norm
+
+    def told():
+        found = []
+        for frozen in (None, *names):
+            torch.manual_seed(0)
+            given = {
+                name: torch.randn(sizes.get(name, of_scale))
+                .to(dtypes.get(name, getattr(torch, dtype)))
+                .requires_grad_(name != frozen)
+                for name in names
+            }
+            leaves = [v for v in given.values() if v.requires_grad]
+            how = {"shift": None, **({"gate": None} if "branch" in names else {}), **given}
+            made = function(how.pop("x"), normalized_shape=kept, **how)
+            made = made if isinstance(made, tuple) else (made,)
+            assert in_python(made[0].grad_fn) is (fast.NODES is None)
+            for used in (made, made[-1:]):  # of a sum, that alone too
+                dy = [torch.randn(v.shape).to(v.dtype) for v in used]
+                found += torch.autograd.grad(used, leaves, dy, retain_graph=True, allow_unused=True)
+            found += [v.detach() for v in made]
+        return found
+
+    compare(told, monkeypatch)

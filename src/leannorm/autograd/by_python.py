@@ -28,9 +28,7 @@ def _call(name: str, saved_call: tuple[Any, ...]) -> ChannelCall | RowCall:
     """The call of a node in C++, which stores it."""
     by_triton, *settings = saved_call
     backend = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN
-    if name == "RowNormBackward":
-        return RowCall(backend, Rows(*settings[1:]))
-    if name == "GatedNormBackward":
+    if name in ("RowNormBackward", "GatedNormBackward"):
         return RowCall(backend, Rows(*settings))
     has_bias, act, *settings = settings
     if name == "ChannelAffineBackward":
@@ -44,28 +42,17 @@ def backward_of_node(
 ) -> tuple[Maybe, ...]:
     """The backward pass of a node in C++, by the Python function that it replaces. `gradients`: of its
     results."""
-    x, mean, rstd, weight, bias, residual, out = saved
-    need_x, need_weight, need_bias, need_residual = needed
-    ctx, dy = SimpleNamespace(call=_call(name, saved_call)), gradients[0]
-    if name == "RowNormBackward" and out is not None:  # a sum was normalized
-        ctx.saved_tensors = out, mean, rstd, weight, *(None,) * 5
-        ctx.needs_input_grad = *needed[:2], False, False, False, *needed[2:], False, False
-        dx, dresidual, _, _, _, dweight, dbias, _, _ = RowNorm.backward(ctx, *gradients)
-        return dx, dresidual, dweight, dbias
-    assert dy is not None  # of an only result it is zeros
+    x, gate, mean, rstd, weight, bias, residual, scale, out = saved
+    ctx = SimpleNamespace(call=_call(name, saved_call), needs_input_grad=(*needed, False, False))
+    dy = gradients[0]
     if name == "RowNormBackward":
-        is_scale, parts, none = saved_call[1], (need_weight, need_bias), (False, False)
-        of_weight = (None, None, None, None, weight, None) if is_scale else (weight, *(None,) * 5)
-        ctx.saved_tensors = x, mean, rstd, *of_weight
-        ctx.needs_input_grad = need_x, *none, *((*parts, *none) if is_scale else (*none, *parts)), *none
-        dx, _, _, dscale, dshift, dweight, dbias, _, _ = RowNorm.backward(ctx, dy)
-        return (dx, dscale, dshift) if is_scale else (dx, dweight, dbias)
+        ctx.saved_tensors = x if out is None else out, mean, rstd, weight, None, gate, residual, scale, bias
+        return RowNorm.backward(ctx, *gradients)[:7]
+    assert dy is not None  # of an only result it is zeros
     if name == "GatedNormBackward":
-        assert mean is not None  # the gate
-        ctx.saved_tensors, ctx.needs_input_grad = (x, mean, rstd, weight), needed
+        ctx.saved_tensors = x, gate, rstd, weight
         return GatedNorm.backward(ctx, dy)[:3]
     ctx.saved_tensors = x, mean, rstd, weight, bias, residual, out, None, None
-    ctx.needs_input_grad = need_x, need_weight, need_bias, need_residual, False
     if name == "ChannelAffineBackward":
         ctx.layout = _LAYOUTS[saved_call[-1]]
         return ChannelAffine.backward(ctx, dy)[:3]

@@ -291,19 +291,24 @@ def row_norm(  # noqa: PLR0913
     weight_offset: float = 0.0,
     cast: str = "after",
     residual: Maybe = None,
+    gate: Maybe = None,
+    scale: Maybe = None,
+    shift: Maybe = None,
 ) -> Any:
-    """`RowNorm` over the last axes, or over the axis `dim`. With a residual, only in C++, the norm of the sum
-    and that sum."""
+    """`RowNorm` over the last axes, or over the axis `dim`. With a residual, the norm of the sum, and that
+    sum. Calls with a residual or a scale are fast only in C++."""
     backend = _serving(x)
     if backend is None or cast not in ("after", "before") or type(weight_offset) not in (float, int):
         return None
     eps, before = eps_of(x, eps) if eps is None else eps, cast == "before"
     if NODES is not None and backend is not ATEN:
-        by_triton = backend is TRITON_AS_GIVEN
-        y = NODES.row_norm(x, weight, bias, eps, shape, dim, rms, weight_offset, before, residual, by_triton)
+        triton = backend is TRITON_AS_GIVEN
+        y = NODES.row_norm(
+            x, weight, bias, eps, shape, dim, rms, weight_offset, before, residual, gate, scale, shift, triton
+        )
         if y is not None:
             return y
-    if residual is not None:
+    if residual is not None or scale is not None or shift is not None:
         return None
     usual = dim is None and weight_offset == 0 and not before
     if backend is ATEN and not (rms and usual):
@@ -336,17 +341,6 @@ def row_norm(  # noqa: PLR0913
         return None
 
 
-def modulated(
-    x: Tensor, scale: Tensor, shift: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
-) -> Tensor | None:
-    """`RowNorm` with a scale and a shift, and without a weight; only in C++."""
-    backend = None if NODES is None else _serving(x)
-    if backend is None or backend is ATEN:
-        return None
-    y: Maybe = NODES.modulated(x, scale, shift, eps_of(x, eps), shape, rms, backend is TRITON_AS_GIVEN)
-    return y
-
-
 def gated_norm(
     x: Tensor,
     gate: Tensor,
@@ -357,7 +351,7 @@ def gated_norm(
     norm_before_gate: bool,
     cast: str,
 ) -> Tensor | None:
-    """`GatedNorm` with a weight; only in C++."""
+    """`GatedNorm`; only in C++."""
     backend = None if NODES is None else _serving(x)
     if backend is None or backend is ATEN or cast not in ("after", "before"):
         return None

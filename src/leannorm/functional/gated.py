@@ -48,7 +48,7 @@ def gated_rms_norm(
     >>> F.gated_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0, 2.0]]), (2,), act="relu", eps=0.0)
     tensor([[0.0000, 2.2627]])
     """
-    if weight is not None and not has_torch_function_variadic(input, gate, weight):
+    if not has_torch_function_variadic(input, gate, weight):
         how = eps, act, norm_before_gate, cast
         y = fast.gated_norm(input, gate, weight, normalized_shape, *how)
         if y is not None:

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
+from leannorm._types import Maybe
 from leannorm.autograd import fast
 from leannorm.functional.door import public, run
 from leannorm.functional.rows import normalized_rows
+
+_Both = tuple[Tensor, Tensor] | None  # the norm of a sum and that sum
 
 
 @public(normalized_rows)
@@ -44,9 +47,10 @@ def ada_layer_norm(
     >>> F.ada_layer_norm(x, (8,), scale, shift).eq(1).all().item()
     True
     """
-    plain = weight is None and bias is None
-    if plain and not has_torch_function_variadic(input, scale, shift):
-        y = fast.modulated(input, scale, shift, normalized_shape, eps, rms=False)
+    if not has_torch_function_variadic(input, scale, shift, weight, bias):
+        y: Maybe = fast.row_norm(
+            input, weight, bias, normalized_shape, eps, False, None, 0.0, "after", None, None, scale, shift
+        )
         if y is not None:
             return y
     return run(ada_layer_norm, (input, normalized_shape, scale, shift, eps, weight, bias))
@@ -78,8 +82,10 @@ def ada_rms_norm(
     >>> torch.allclose(F.ada_rms_norm(x, (8,), scale), 2 * F.rms_norm(x, (8,)))
     True
     """
-    if weight is None and not has_torch_function_variadic(input, scale, shift):
-        y = fast.modulated(input, scale, shift, normalized_shape, eps, rms=True)
+    if not has_torch_function_variadic(input, scale, shift, weight):
+        y: Maybe = fast.row_norm(
+            input, weight, None, normalized_shape, eps, True, None, 0.0, "after", None, None, scale, shift
+        )
         if y is not None:
             return y
     return run(ada_rms_norm, (input, normalized_shape, scale, eps, weight, shift))
@@ -118,6 +124,13 @@ def add_ada_layer_norm(
     >>> F.add_ada_layer_norm(x, branch, gate, (2,), torch.zeros(1, 2), torch.zeros(1, 2), eps=0.0)
     (tensor([[-1.,  1.]]), tensor([[0.5000, 1.5000]]))
     """
+    given = branch is not None
+    if given and not has_torch_function_variadic(input, branch, gate, scale, shift, weight, bias):
+        both: _Both = fast.row_norm(
+            input, weight, bias, normalized_shape, eps, False, None, 0.0, "after", branch, gate, scale, shift
+        )
+        if both is not None:
+            return both
     values = input, branch, gate, normalized_shape, scale, shift, eps, weight, bias
     return run(add_ada_layer_norm, values)
 
@@ -151,4 +164,11 @@ def add_ada_rms_norm(
     >>> F.add_ada_rms_norm(x, branch, gate, (2,), torch.zeros(2), eps=0.0)[1]
     tensor([[3., 4.]])
     """
+    given = branch is not None
+    if given and not has_torch_function_variadic(input, branch, gate, scale, shift, weight):
+        both: _Both = fast.row_norm(
+            input, weight, None, normalized_shape, eps, True, None, 0.0, "after", branch, gate, scale, shift
+        )
+        if both is not None:
+            return both
     return run(add_ada_rms_norm, (input, branch, gate, normalized_shape, scale, eps, weight, shift))
