@@ -123,6 +123,7 @@ struct ChannelNorm final : Direct {
   py::tuple how() const override { return py::make_tuple(by_triton, has_bias, act.toStringRef(), eps, groups, has_residual); }
   variable_list by_kernels(const Tensor& given, const Tensor&, const Tensors& kept) override {
     static const Operator backward("channel_backward");
+    if (!dense(kept[kX]) || !kept[kMean].is_contiguous()) return {};  // a hook has returned them in another layout
     const Tensor dy = like(kept[kX], given);
     const bool is_dy = act.toStringRef() == "identity";  // the residual's gradient, which kernels do not write then
     Stack stack = stack_of(dy, kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], kept[kResidual], kept[kOut], act,
@@ -153,6 +154,7 @@ struct ChannelAffine final : Direct {
     static const Operator both("channel_backward"), sums("channel_grad_sums"), input("channel_input_grad");
     const bool has_x = kept[kX].defined();
     const Tensor& laid_out = has_x ? kept[kX] : kept[kOut];
+    if (laid_out.defined() && !dense(laid_out)) return {};  // a hook has returned it in another layout
     const Tensor dy = laid_out.defined() ? like(laid_out, given) : given.contiguous(layout);
     const Tensor x = has_x ? kept[kX] : dy;  // only the shape and layout are read
     const auto taken = [&](auto... more) {

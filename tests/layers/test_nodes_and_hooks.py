@@ -37,7 +37,7 @@ def test_hooks_of_saved_tensors(name, monkeypatch):
 
 
 @built
-@pytest.mark.parametrize("name", ["layer", "rms", "modulated", "modulated, of a gated sum", "gated"])
+@each_layer
 def test_a_hook_that_returns_other_layouts(name, monkeypatch):
     def told():
         layer, x, dy = of(name)

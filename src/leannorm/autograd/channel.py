@@ -19,7 +19,7 @@ from leannorm.autograd import by_torch
 from leannorm.autograd.sync import Sharing, added_up, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import ATEN, REFERENCE, Backend
-from leannorm.ops.backends.compiled import like
+from leannorm.ops.backends.compiled import is_dense, like
 from leannorm.ops.backends.reference import Forward, over_channels
 from leannorm.ops.backends.shown import shown
 from leannorm.ops.layout import memory_format
@@ -81,9 +81,18 @@ def _behind(act: str, residual: Tensor | None, y: Tensor) -> tuple[Tensor | None
     return None, None if act == "identity" else y
 
 
+def _dense(kept: KeptByChannelNorm) -> KeptByChannelNorm:
+    """The same in a layout that kernels take, since a hook of saved tensors may have returned another one."""
+    laid_out = kept.output if kept.x is None else kept.x
+    if (laid_out is None or is_dense(laid_out)) and kept.mean.is_contiguous():
+        return kept
+    tensors = {name: getattr(kept, name) for name in ("x", "mean", "rstd", "residual", "output")}
+    return kept._replace(**{name: t.contiguous() for name, t in tensors.items() if t is not None})
+
+
 def _kept_by(ctx: Any) -> KeptByChannelNorm:
     call = ctx.call
-    kept = KeptByChannelNorm._make((*ctx.saved_tensors, call.norm))
+    kept = _dense(KeptByChannelNorm._make((*ctx.saved_tensors, call.norm)))
     if call.wide is None or kept.weight is None:
         return kept
     return kept._replace(weight=kept.weight.to(call.wide))
@@ -158,6 +167,9 @@ class ChannelNorm(torch.autograd.Function):
         backend = call.backend
         if backend.as_given and call.sharing is None and not (needed[3] or twice_differentiable()):
             x, mean, rstd, weight, bias, residual, out, *_ = ctx.saved_tensors
+            if not (x.is_contiguous() and mean.is_contiguous()):
+                kept = _dense(KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out))
+                x, mean, rstd, residual, out = kept.x, kept.mean, kept.rstd, kept.residual, kept.output
             dy = dy if dy.is_contiguous() and x.is_contiguous() else like(x, dy)
             norm = call.norm
             arguments = dy, x, mean, rstd, weight, bias, residual, out, norm[2], norm[0]
