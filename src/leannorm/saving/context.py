@@ -167,7 +167,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if traced():
             self._reasons = [reasons.COMPILED]
             return self
-        around = self._innermost()
+        around = self._innermost() if self._open else None
         if around is None:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         place = place_of(sys._getframe(1)) if self.place is None else self.place

@@ -113,7 +113,8 @@ nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class FirstTensor:
-    """The pack hook of a pass that is left alone: it examines the first tensor, and removes itself."""
+    """The pack hook of a pass that is left alone: it examines the first tensor, and removes itself. The C++
+    nodes have another one (first.h) for passes that nobody times."""
 
     def __init__(
         self, look: Callable[[], bool], least: float, most: float, timer: Timer | None = None
