@@ -24,7 +24,7 @@ struct Aside {
     passes += more;
     if (passes > 1 || (passes == 1 && more < 0)) return;
     for (const auto& [name, of] : functions)
-      if (PyObject_SetAttr(module.ptr(), name.ptr(), PyTuple_GET_ITEM(of.ptr(), passes)) != 0) throw python_error();
+      if (PyDict_SetItem(PyModule_GetDict(module.ptr()), name.ptr(), PyTuple_GET_ITEM(of.ptr(), passes)) != 0) throw python_error();
   }
 };
 
@@ -49,7 +49,7 @@ struct First {
   }
   void end() {
     if (std::exchange(is_open, false)) Aside::get().count(-1);
-    is_over = true, look = py::none();
+    is_over = true, look = py::none(), kept = py::list();
   }
 };
 
@@ -104,23 +104,23 @@ inline PyObject* open_first(PyObject*, PyObject* const* arguments, Py_ssize_t co
 // Whether the hook was there, and is removed now.
 inline PyObject* remove_first(PyObject* self, PyObject*) { return PyBool_FromLong(reinterpret_cast<First*>(self)->remove()); }
 
-// Ends the pass: how many autograd nodes it has made, and whether the hook is removed. A backward pass within the pass may have
-// removed it only for itself, as it has its own copy of the hooks.
-inline PyObject* close_first(PyObject* self, PyObject*) {
-  HANDLE_TH_ERRORS
-  auto& s = *reinterpret_cast<First*>(self);
-  const bool is_removed = s.remove() || s.is_over;
-  s.end();
-  return Py_BuildValue("LO", static_cast<long long>(at::sequence_number::peek() - s.nodes), is_removed ? Py_True : Py_False);
-  END_HANDLE_TH_ERRORS
-}
-
 // Releases the tensors, and the pass, which refers to this. A thread may still have this hook.
 inline PyObject* release_first(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
-  auto& s = *reinterpret_cast<First*>(self);
-  s.end(), s.kept = py::list();
+  reinterpret_cast<First*>(self)->end();
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Ends a pass that was left alone: how many autograd nodes it made, whether they saved a tensor, and whether this hook is removed.
+// A backward pass within the pass may have removed it only for itself, as it has its own copy of the hooks.
+inline PyObject* close_first(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto& s = *reinterpret_cast<First*>(self);
+  const uint64_t nodes = at::sequence_number::peek() - s.nodes;
+  const bool saves = !s.kept.empty(), is_removed = s.remove() || s.is_over;
+  s.end();
+  return py::make_tuple(nodes, saves, is_removed).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 

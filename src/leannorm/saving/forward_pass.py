@@ -169,31 +169,31 @@ class ForwardPass:
 
     def end(self, failed: bool) -> list[str]:
         """End the pass, which may have `failed` with an error; returns why no memory, or less than asked, was
-        saved."""
+        saved. It no longer refers to the tensors that a small pass has kept."""
         if self._alone is not None and self._recorded is None:
             return self._left_alone(self._alone)
-        self._close()
-        if failed:
-            return []
-        self.plan = self._learn()
-        self.tells_why = not self._freed_within and (self._settings.goal is None or self._missed is not None)
-        return self._reasons()
+        try:
+            self._close()
+            if failed:
+                return []
+            self.plan = self._learn()
+            is_missed = self._settings.goal is None or self._missed is not None
+            self.tells_why = not self._freed_within and is_missed
+            return self._reasons()
+        finally:
+            if self._first is not None:
+                self._first.forget()
 
     def _left_alone(self, alone: Alone) -> list[str]:
         """End a pass that was left alone; returns why."""
-        first = self._first
-        if first is None:
+        if self._first is None:
             return [] if self.refused is None else [self.refused]
-        if self._set is None:
-            nodes, is_removed = first.close()
-            if not is_removed:
-                take_away((first, recorded_pass.LOG.record_unpack))
-        else:
-            self._set.__exit__(None, None, None)
-            nodes = nodes_made() - self._nodes
-        if alone.is_other(nodes):
+        nodes, saves, is_removed = self._first.close()
+        if not is_removed:
+            take_away((self._first, recorded_pass.LOG.record_unpack))
+        if nodes > alone.most_nodes:
             small.note(self._place, None)
-        if not first.kept:
+        if not saves:
             return self._nothing_saved()
         self.ledger.add(alone.seen.kept)
         return [reasons.SMALL]
@@ -215,11 +215,6 @@ class ForwardPass:
         elif kept:
             self.ledger.add_first(kept)
         self._nodes = nodes
-
-    def forget(self) -> None:
-        """Release the tensors that a small pass has kept."""
-        if self._first is not None:
-            self._first.forget()
 
     def _learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
