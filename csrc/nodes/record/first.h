@@ -65,9 +65,9 @@ inline PyObject* pack_first(PyObject* self, PyObject* arguments, PyObject*) {
   PyObject* given = nullptr;
   if (!PyArg_ParseTuple(arguments, "O", &given)) return nullptr;
   const Tensor& t = THPVariable_Unpack(given);
-  PyObject* const tensor = t.grad_fn() ? THPVariable_Wrap(t.detach()) : Py_NewRef(given);
-  auto packed = py::reinterpret_steal<py::object>(Py_BuildValue("NL", tensor, static_cast<long long>(t._version())));
-  if (!packed) throw python_error();
+  const auto version = t._version();
+  const auto tensor = t.grad_fn() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(t.detach())) : py::reinterpret_borrow<py::object>(given);
+  py::tuple packed = py::make_tuple(tensor, version);
   if (s.is_over || s.thread != PyThread_get_thread_ident() || is_parameter(t)) return packed.release().ptr();
   s.kept.append(packed);
   const bool is_usual = THPVariable_CheckExact(given) && t.layout() == at::kStrided;
@@ -104,16 +104,17 @@ inline PyObject* open_first(PyObject*, PyObject* const* arguments, Py_ssize_t co
 // Whether the hook was there, and is removed now.
 inline PyObject* remove_first(PyObject* self, PyObject*) { return PyBool_FromLong(reinterpret_cast<First*>(self)->remove()); }
 
-// Releases the tensors, and the pass, which refers to this. A thread may still have this hook.
+// Releases the tensors, and the pass, which refers to this. A thread may still have this hook, and this one has it if a backward
+// pass within the pass removed it only for itself, as it has its own copy of the hooks.
 inline PyObject* release_first(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
-  reinterpret_cast<First*>(self)->end();
+  auto& s = *reinterpret_cast<First*>(self);
+  s.remove(), s.end();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 // Ends a pass that was left alone: how many autograd nodes it made, whether they saved a tensor, and whether this hook is removed.
-// A backward pass within the pass may have removed it only for itself, as it has its own copy of the hooks.
 inline PyObject* close_first(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
   auto& s = *reinterpret_cast<First*>(self);

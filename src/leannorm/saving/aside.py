@@ -45,6 +45,8 @@ class PassHooks:
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], number: int) -> None:
         self._hooks, self._number, self._of = (pack, unpack), number, get_ident()
         self.stepped_aside = self._is_gone = False
+        self._removed: Pair | None = None
+        """What was set first. A backward pass within the context removes it only from its own copy."""
 
     def __enter__(self) -> PassHooks:
         _count(1)
@@ -57,7 +59,7 @@ class PassHooks:
         if not self._is_gone:
             self._end()
             take_away(self._hooks)
-        elif _top() == self._hooks:  # a backward pass within the context removed them from its own copy only
+        if self._removed is not None and _top() == self._removed:
             _autograd._pop_saved_tensors_default_hooks()
 
     def remove(self) -> bool:
@@ -66,6 +68,7 @@ class PassHooks:
             return False
         self._end()
         _autograd._pop_saved_tensors_default_hooks()
+        self._removed = self._hooks
         return True
 
     def _end(self) -> None:
@@ -77,7 +80,7 @@ class PassHooks:
         torch runs that hook."""
         if self.is_on_top():
             _autograd._pop_saved_tensors_default_hooks()
-            self._hooks = pack, unpack
+            self._removed, self._hooks = self._hooks, (pack, unpack)
             self._set()
 
     def _set(self) -> None:
