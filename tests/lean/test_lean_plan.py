@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -83,7 +84,7 @@ class Bottlenecks(nn.Module):
 
 def all_rebuilt(model, x, policy, goal):
     saved = lean(overhead=goal)  # a goal of its own: plans are kept by goal
-    saved._settings = saved._settings._replace(policy=policy)
+    saved._settings = replace(saved._settings, policy=policy)
     with saved:
         loss = model(x).square().mean()
     loss.backward()

@@ -1,6 +1,7 @@
 """`"conv"` on transformers: the same in every dtype and at every width, and what a share of the step buys."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_what_conv_takes_of_the_step(dtype, processor, least, most, monkeypatch)
     width = 512
     model, x = Block(width).to(dtype), torch.randn(2, TOKENS, width, dtype=dtype, requires_grad=True)
     saved, priced = lean("conv"), lean(overhead=10.0)
-    priced._settings = priced._settings._replace(policy=CONV)
+    priced._settings = replace(priced._settings, policy=CONV)
     losses = list[torch.Tensor]()  # while they live, what was saved does
     for one in (saved, priced):
         with one:

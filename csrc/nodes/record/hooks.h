@@ -81,7 +81,7 @@ inline bool is_parameter(const Tensor& t) {
 
 // The functions that saving/cpp_log.py sets, and C++ calls.
 struct OfPython {
-  py::object others;               // unpacks what small passes have packed
+  py::object others, nbytes;       // unpacks what small passes have packed; bytes of a tensor on this rank
   py::object in_rows, unbuilt;     // whether a log-softmax's gradient has the same bits by rows; a stand-in for a dropped tensor, or None
   std::unordered_set<std::string> read_rows, may_wait;  // nodes that get a stand-in for a log-softmax, and for a large tensor
   py::object local, spec, shared;  // a DTensor's local tensor, or None; how ranks share it; the DTensor of these two
@@ -333,10 +333,22 @@ inline py::object stand_in_for(const SavedObject& s, const Value& x, PyObject* g
   return python().unbuilt(py::handle(given), list(as.sizes), list(as.strides), dtype_of(as.dtype), py::cast(as.device));
 }
 
+// The tensor of a pair (tensor, version), which passes that are not recorded have packed; null if Python has to read it, or to
+// raise autograd's error of an edit.
+inline PyObject* kept_in(PyObject* given) {
+  if (!PyTuple_CheckExact(given) || PyTuple_GET_SIZE(given) != 2) return nullptr;
+  PyObject* const tensor = PyTuple_GET_ITEM(given, 0);
+  const bool is_same = THPVariable_CheckExact(tensor) && THPVariable_Unpack(tensor)._version() == PyLong_AsLongLong(PyTuple_GET_ITEM(given, 1));
+  return is_same ? Py_NewRef(tensor) : nullptr;
+}
+
 // The unpack hook.
 inline PyObject* unpack(PyObject*, PyObject* given) {
   HANDLE_TH_ERRORS
-  if (Py_TYPE(given) != &saved_type) return PyObject_CallOneArg(python().others.ptr(), given);
+  if (Py_TYPE(given) != &saved_type) {
+    PyObject* const kept = kept_in(given);
+    return kept != nullptr ? kept : PyObject_CallOneArg(python().others.ptr(), given);
+  }
   auto& s = *reinterpret_cast<SavedObject*>(given);
   check_version(s);
   if (s.log && !s.log->closed) backward_begins(*s.log);

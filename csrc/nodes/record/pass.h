@@ -1,7 +1,7 @@
 // Opens and closes a pass of the log, reports what it saved, and declares what Python calls.
 #pragma once
 
-#include "hooks.h"
+#include "first.h"
 #include "watch.h"
 
 #include <unordered_set>
@@ -197,7 +197,7 @@ struct Pass {
 };
 
 inline void add_record(py::module_ module) {
-  add_plans(module);
+  add_plans(module), add_first(module);
   saved_type.tp_dealloc = &forget_saved, saved_type.tp_flags = Py_TPFLAGS_DEFAULT;
   if (PyType_Ready(&saved_type) < 0) throw py::error_already_set();
   for (auto* def = hooks; def->ml_name != nullptr; ++def)
@@ -241,9 +241,9 @@ inline void add_record(py::module_ module) {
     for (const auto& [of, at] : sources) row.sources.push_back({static_cast<decltype(Source::of)>(of), at});
     table()[name] = std::move(row);
   });
-  module.def("set_recorded", [](py::object others, py::object local, py::object spec, py::object shared, py::object compare) {
+  module.def("set_recorded", [](py::object others, py::object nbytes, py::object local, py::object spec, py::object shared, py::object compare) {
     auto& set = python();
-    set.others = std::move(others), set.local = std::move(local), set.spec = std::move(spec), set.shared = std::move(shared), set.compare = std::move(compare);
+    set.others = std::move(others), set.nbytes = std::move(nbytes), set.local = std::move(local), set.spec = std::move(spec), set.shared = std::move(shared), set.compare = std::move(compare);
   });
   module.def("set_stand_ins", [](py::object in_rows, py::object unbuilt, const std::vector<std::string>& read_rows, const std::vector<std::string>& may_wait) {
     auto& set = python();

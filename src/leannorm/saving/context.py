@@ -12,9 +12,9 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 
 from leannorm._errors import InputError
 from leannorm._report import bytes_in_words
@@ -125,6 +125,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     True
     """
 
+    # Set in the class, as each step of a training loop makes an object
+    place: Hashable = None
+    plan: RebuildPlan | None = None
+    _ledger = Ledger()  # of no pass
+    _tells_why = False  # whether `reasons` also says why outputs of operations are kept
+
     def __init__(
         self,
         recompute: Literal["norm", "conv"] | None = None,
@@ -156,18 +162,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
                 _NAMED[recompute] = self._arguments, self._settings
         self._told: list[Told] = []
         self._open: list[tuple[int, ForwardPass]] = []  # with the thread of each
-        self._ledger = _NO_LEDGER
-        self.place: Hashable = None
-        self.plan: RebuildPlan | None = None
         self._reasons: list[str] = []
-        self._tells_why = False  # whether `reasons` also says why outputs of operations are kept
 
     @left_to_python
     def __enter__(self) -> lean:
         if traced():
             self._reasons = [reasons.COMPILED]
             return self
-        around = self._innermost()
+        around = self._innermost() if self._open else None
         if around is None:
             self._ledger, self._reasons, self._tells_why, self._told = Ledger(), [], False, []
         place = place_of(sys._getframe(1)) if self.place is None else self.place
@@ -175,7 +177,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         passed.open()
         if passed.refused is not None and passed.refused not in self._reasons:
             self._reasons.append(passed.refused)  # now: an error ends a checkpoint's second run early
-        self._told += [passed.told] if passed.told is not None else []
+        if passed.told is not None:
+            self._told.append(passed.told)
         self._open.append((get_ident(), passed))
         return self
 
@@ -183,21 +186,18 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if torch.compiler.is_dynamo_compiling() or (opened := self._innermost()) is None:
+        if is_dynamo_compiling() or (opened := self._innermost()) is None:
             return  # entered while a compiler traced
         self._open.remove(opened)
         passed = opened[1]
-        try:
-            told = passed.end(error is not None)
-            if error is not None:
-                return
-            self.plan, self._tells_why = passed.plan, self._tells_why or passed.tells_why
-            for reason in told:
-                reasons.warn_once(reason)
-                if reason not in self._reasons:
-                    self._reasons.append(reason)
-        finally:
-            passed.forget()
+        told = passed.end(error is not None)
+        if error is not None:
+            return
+        self.plan, self._tells_why = passed.plan, self._tells_why or passed.tells_why
+        for reason in told:
+            reasons.warn_once(reason)
+            if reason not in self._reasons:
+                self._reasons.append(reason)
 
     def __call__(self, function: _Function) -> _Function:
         """The function, made to run in `lean()`: `function.saved` is the `lean` object of its last call."""
@@ -276,7 +276,6 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 _NOTHING = (None,) * 5
 _NAMES = str, type(None)
 _NAMED: dict[str | None, tuple[dict[str, Any], Settings]] = {}  # if `recompute` is the only argument
-_NO_LEDGER = Ledger()  # before the first pass
 
 
 def _not_a_setting(given: object) -> InputError:

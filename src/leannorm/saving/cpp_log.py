@@ -19,7 +19,7 @@ from leannorm.saving import rows, unbuilt
 from leannorm.saving.flags import current
 from leannorm.saving.operators import OPERATORS, VARYING
 from leannorm.saving.policy import Policy
-from leannorm.saving.shards import has_ranks, local_of, shared_as, spec_of
+from leannorm.saving.shards import has_ranks, local_of, nbytes_of, shared_as, spec_of
 from leannorm.saving.small import unpack
 from leannorm.saving.units import Units
 from leannorm.saving.verify import check_equal
@@ -50,12 +50,12 @@ def _set_up() -> None:
     NODES.set_capturing(_is_captured)
     read_rows, may_wait = list(unbuilt.READ_ROWS.values()), list(unbuilt.MAY_WAIT.values())
     NODES.set_stand_ins(rows.fits, unbuilt.stand_in, read_rows, may_wait)
-    NODES.set_recorded(unpack, local_of, spec_of, shared_as, check_equal)
+    NODES.set_recorded(unpack, nbytes_of, local_of, spec_of, shared_as, check_equal)
 
 
 if NODES is not None:
     _set_up()
-    record_pack, record_unpack = NODES.record_pack, NODES.record_unpack
+    record_pack, record_unpack, record_first = NODES.record_pack, NODES.record_unpack, NODES.record_first
     alive, exposed, forget_trials = NODES.alive, NODES.exposed, NODES.forget_trials
     Places = NODES.Places  # a plan in the form that C++ reads
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from leannorm.ops.modes import recording
 from leannorm.planning.goal import HALF, Goal
 from leannorm.planning.loop import PLAIN
 from leannorm.saving import limit, reasons, recorded_pass, small, timing, watched
-from leannorm.saving.aside import PassHooks
+from leannorm.saving.aside import PassHooks, take_away
 from leannorm.saving.ledger import AllKept, Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.plan import RebuildPlan
@@ -31,7 +33,8 @@ _NAMED = 3  # tensors that a reason names
 _NEARLY = 1.01
 
 
-class Settings(NamedTuple):
+@dataclass(frozen=True)
+class Settings:
     """The arguments of `lean()`, checked."""
 
     policy: Policy
@@ -40,7 +43,7 @@ class Settings(NamedTuple):
     verify: bool
     head: bool = False
 
-    @property
+    @cached_property
     def may_be_small(self) -> bool:
         """Whether a small pass may be left as it is, as no setting asks for something else."""
         plain = self.goal in (None, HALF)
@@ -69,13 +72,14 @@ class ForwardPass:
     _limit: limit.Limit | None = None
     _following: Following | None = None
     _recorded: RecordedPass | None = None
-    _first: FirstTensor | None = None
+    _first: Any = None  # the hook for the first tensor: a `FirstTensor`, or that of the C++ nodes
     _timer: Timer | None = None
     _is_plain = False  # whether it is run to be compared with passes that follow the plan
     _freed_within = False  # whether most of what it saved was freed before it closed
     _of_plans: str | None = None
     _set: PassHooks | None = None
     _closing: tuple[Callable[[], None], ...] = ()
+    _number = 0  # of those that this process has opened
     _nodes = 0  # autograd nodes: how many existed when it was opened; from `_close` on, how many it made
 
     def __init__(self, settings: Settings, ledger: Ledger, line: Hashable) -> None:
@@ -88,20 +92,23 @@ class ForwardPass:
 
     def open(self) -> None:
         """Set the hooks, unless `refusal` gives a reason not to."""
-        number = timing.opened()
+        self._number = timing.opened()
+        if self._alone is not None:
+            self._first = recorded_pass.LOG.record_first(self._look_from_here, self._alone.most)
+            if self._first is not None:  # it has set itself
+                return
         self.refused = refusal()
         if self.refused is not None:
             return
         asked = None if self._settings.goal is None else self._settings.goal.limit
         if asked is not None:
             self._limit = limit.begin(asked, self._line)
-        pack, timed = self._first_hook(number), None
+        pack, timed = self._first_hook(), None
         if self._first is None:
             pack = self._begin()
             if self._timer is not None:
                 pack = timed = TimedPack(pack, recorded_pass.LOG.record_unpack, self._timer)
-        self._set = PassHooks(pack, recorded_pass.LOG.record_unpack)
-        self._set.__enter__()
+        self._set_hooks(pack)
         if timed is not None:
             timed.hooks = self._set
         elif self._first is not None:
@@ -113,13 +120,17 @@ class ForwardPass:
             self._closing += (heads.close,)
         self._nodes = nodes_made()
 
-    def _first_hook(self, number: int) -> Any:
+    def _set_hooks(self, pack: Callable[[Tensor], Any]) -> None:
+        self._set = PassHooks(pack, recorded_pass.LOG.record_unpack, self._number)
+        self._set.__enter__()
+
+    def _first_hook(self) -> Any:
         """The hook for the first tensor of a pass that is left alone, plain, or opened under no_grad; else
         None."""
         least, most = 0.0, -1.0
         if self._watch is not None and torch.is_grad_enabled():
             kind = self._watch.next()
-            self._timer, self._is_plain = self._watch.timer(number, kind), kind == PLAIN
+            self._timer, self._is_plain = self._watch.timer(self._number, kind), kind == PLAIN
         if self._alone is not None:
             most = self._alone.most
         elif self._is_plain and self._watch is not None:
@@ -146,31 +157,43 @@ class ForwardPass:
 
     def _look_from_here(self) -> bool:
         """Start recording with the next tensor; False if the hooks cannot be replaced."""
-        if self._set is None or not self._set.is_on_top():
+        if self._set is None:
+            is_removed: bool = self._first.remove()
+            if is_removed:
+                self._set_hooks(self._begin(from_here=True))
+            return is_removed
+        if not self._set.is_on_top():
             return False
         self._set.replace(self._begin(from_here=True), recorded_pass.LOG.record_unpack)
         return True
 
     def end(self, failed: bool) -> list[str]:
         """End the pass, which may have `failed` with an error; returns why no memory, or less than asked, was
-        saved."""
+        saved. It no longer refers to the tensors that a small pass has kept."""
         if self._alone is not None and self._recorded is None:
             return self._left_alone(self._alone)
-        self._close()
-        if failed:
-            return []
-        self.plan = self._learn()
-        self.tells_why = not self._freed_within and (self._settings.goal is None or self._missed is not None)
-        return self._reasons()
+        try:
+            self._close()
+            if failed:
+                return []
+            self.plan = self._learn()
+            is_missed = self._settings.goal is None or self._missed is not None
+            self.tells_why = not self._freed_within and is_missed
+            return self._reasons()
+        finally:
+            if self._first is not None:
+                self._first.forget()
 
     def _left_alone(self, alone: Alone) -> list[str]:
         """End a pass that was left alone; returns why."""
-        if self._first is None or self._set is None:
+        if self._first is None:
             return [] if self.refused is None else [self.refused]
-        self._set.__exit__(None, None, None)
-        if alone.is_other(nodes_made() - self._nodes):
+        nodes, saves, is_removed = self._first.close()
+        if not is_removed:
+            take_away((self._first, recorded_pass.LOG.record_unpack))
+        if nodes > alone.most_nodes:
             small.note(self._place, None)
-        if not self._first.kept:
+        if not saves:
             return self._nothing_saved()
         self.ledger.add(alone.seen.kept)
         return [reasons.SMALL]
@@ -192,11 +215,6 @@ class ForwardPass:
         elif kept:
             self.ledger.add_first(kept)
         self._nodes = nodes
-
-    def forget(self) -> None:
-        """Release the tensors that a small pass has kept."""
-        if self._first is not None:
-            self._first.forget()
 
     def _learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""

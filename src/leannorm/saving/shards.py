@@ -59,8 +59,9 @@ def counter_of(tensor: Tensor) -> Tensor | None:
 
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of the tensor on this rank; for a sparse one, of its values and indices."""
-    local = local_of(tensor)
-    return sum(part.nbytes for part in _parts(tensor if local is None else local))
+    with as_plain(tensor):
+        local = local_of(tensor)
+        return sum(part.nbytes for part in _parts(tensor if local is None else local))
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int]:

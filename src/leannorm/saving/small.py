@@ -61,10 +61,8 @@ class Alone:
         larger = min(max(few_bytes() / max(seen.freed, 1), 1.0), _LARGER)
         self.most = max(seen.first, 1) * larger
         """Bytes of the first tensor up to which rebuilds free little; a pass with more is recorded."""
-
-    def is_other(self, nodes: int) -> bool:
-        """Whether the pass made many more nodes than the one that was recorded."""
-        return nodes > _MORE_NODES * self.seen.nodes
+        self.most_nodes = _MORE_NODES * seen.nodes
+        """Autograd nodes up to which a pass is like the one that was recorded."""
 
 
 LEFT_ALONE: dict[Hashable, Alone] = {}
@@ -113,7 +111,8 @@ nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class FirstTensor:
-    """The pack hook of a pass that is left alone: it examines the first tensor, and removes itself."""
+    """The pack hook of a pass that is left alone: it examines the first tensor, and removes itself. The C++
+    nodes have another one (first.h) for passes that nobody times."""
 
     def __init__(
         self, look: Callable[[], bool], least: float, most: float, timer: Timer | None = None
@@ -124,9 +123,19 @@ class FirstTensor:
         self._least, self._most, self._look, self._timer = least, most, look, timer
         self._thread = get_ident()
         self._is_timed = timer is not None  # until the first tensor is packed
+        self._nodes = nodes_made()
         self.hooks: PassHooks | None = None
         self.is_over = False  # whether this hook was removed or the pass closed
         self.kept: list[Kept] = []  # what was packed before the pass was recorded
+
+    def close(self) -> tuple[int, bool, bool]:
+        """End a pass that was left alone: how many autograd nodes it made, whether they saved a tensor, and
+        whether this hook is removed."""
+        assert self.hooks is not None
+        self.hooks.__exit__(None, None, None)
+        ended = nodes_made() - self._nodes, bool(self.kept), True
+        self.forget()
+        return ended
 
     def forget(self) -> None:
         """Release the tensors, and the pass, which refers to this. A thread may still have this hook."""

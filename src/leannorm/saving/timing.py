@@ -27,6 +27,11 @@ def opened() -> int:
     return _opened
 
 
+def passes() -> int:
+    """How many passes this process has opened: the number of the last one."""
+    return _opened
+
+
 class Timer:
     """The time of one pass. `told(timer, seconds)` is called once it is known. It is never called if another
     pass opens before this one's backward pass has ended, since the time would be that of both."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -117,6 +117,10 @@ def _kept(tensor: Tensor) -> Tensor:
         return alias_of(tensor)
     with _disable_current_modes():
         return tensor.detach()
+
+
+def record_first(look: Callable[[], bool], most: float) -> None:
+    """Set no hook for the first tensor of a pass that is left alone: `FirstTensor` of small.py is for it."""
 
 
 @left_to_python
