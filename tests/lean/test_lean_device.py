@@ -35,7 +35,7 @@ CASES += [(name, setting, ", autocast") for name in CASTS for setting in SETTING
 OTHER_ATTENTION = {"vit", "vit with dropout", "converted vit", "llama"}
 """Whose attention is made of other operators on the stand-in than on a CPU."""
 PLANNED = {"plain", "budget"}
-A_PLANS_OWN = {"PlannedPass", "Following", "_Entry", "_Made", "structure", "size"}
+A_PLANS_OWN = {"PlannedPass", "Following", "_Entry", "_Known", "_Made", "structure", "size"}
 """Python that a plan asks at its first tensors."""
 
 
