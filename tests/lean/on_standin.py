@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import log, recorded_pass, small
+from leannorm.saving import log, plans, recorded_pass, small
 
 LIBRARY = standin.register()
 DEVICE = torch.device("standin")
@@ -53,6 +53,7 @@ def opened(*arguments, **setting):
 def trained(name, setting, device, cast):
     """Gradients of some passes, the last one's `lean` object, and what later passes looked at and called."""
     make, shape = MODELS[name]
+    plans.KNOWN.clear()  # those of another model
     torch.manual_seed(0)
     model, frames, waits, gradients = make().to(device), Frames(), {}, []
     for turn in range(PASSES):

@@ -51,12 +51,14 @@ class Stages(nn.Module):
         return x.square().mean()
 
 
-def steps(goal, passes, leaves_out):
-    """Each pass's `lean` object, and its share of kept bytes; gradients are compared with plain PyTorch's."""
+def steps(goal, passes, leaves_out, then=0):
+    """Each pass's `lean` object, and its share of kept bytes; gradients are compared with plain PyTorch's.
+    `then`: so many more passes that leave out the same blocks."""
     torch.manual_seed(0)
     model, random, told = Stages(), Random(0), []
-    for _ in range(passes):
-        model.runs = [random.random() > leaves_out for _ in model.blocks]
+    for turn in range(passes + then):
+        if turn <= passes:
+            model.runs = [random.random() > leaves_out for _ in model.blocks]
         x, found = torch.randn(2, 3, 24, 24), []
         for context in (torch.enable_grad(), lean(**goal)):
             model.zero_grad()
@@ -79,6 +81,12 @@ def test_passes_that_all_differ_keep_to_half_without_rebuilding_all_that_they_ca
     assert known.wholes == len(least) - 1 < 8  # there was no plan before the first
     assert sum(saved.plan is None for saved in told) > 10  # that was not for lack of passes that differ
     assert all(saved.reasons == [reasons.BEGAN_AS_ANOTHER] * (saved in missed) for saved in told)
+
+
+def test_passes_that_no_longer_differ_soon_have_a_plan():
+    told, _ = steps({"budget": 0.5}, 30, 0.5, then=plans._MOST_EQUAL + 8)
+    assert told[30].plan is None  # no pass before it was like it
+    assert told[-1].kept_bytes == told[-1].plan.kept_bytes
 
 
 def test_a_pass_that_keeps_too_much_says_why_and_the_next_ones_get_a_plan():

@@ -21,6 +21,7 @@ _ANEW = 16  # passes until a plan is made again, as a later pass may rebuild wha
 _MORE = 4  # after each of these plans, this many times as many passes until the next
 _TRIES = 3  # passes without a plan, since one that no plan fitted may come again only after others
 _SELDOM = 32  # passes for each step that making a further plan takes
+_MOST_EQUAL = 16  # passes like the one before them after which a plan is made, however long that takes
 _PER_VALUE = 5e-4  # seconds: making a plan takes about as many for each value of the step
 _NEAR = 0.75, 4 / 3  # between so many times the sizes that a plan was made for, its choice is still good
 _PROMISED = 1.05, 0.02  # factor and addend of the planned share: a pass that keeps more has missed its plan
@@ -107,8 +108,9 @@ class _Entry:
 class _Known:
     """The plans of passes with similar first tensors. `whole`: how many passes will follow no plan, so that
     one can be made from them. `wholes`, `seen`: how many passes there were of that kind, and in all. `dear`:
-    the steps that making a plan takes. `varies`: whether the last pass has missed the goal, as it followed
-    the plan of another one; then the next ones go by kind of tensor from the start.
+    the steps that making a plan takes. `stray`: the last pass that no plan fitted, and `equal` how many there
+    were like it in a row. `varies`: whether it has missed the goal, as it followed the plan of another one;
+    then the next ones go by kind of tensor from the start.
     """
 
     entries: list[_Entry] = field(default_factory=list)
@@ -116,6 +118,8 @@ class _Known:
     wholes: int = 0
     seen: int = 0
     dear: float = 1.0
+    stray: tuple[Call, ...] = ()
+    equal: int = 0
     varies: bool = False
     strays: int = 0  # passes in a row that no plan fitted
     last: _Entry | None = None
@@ -125,11 +129,13 @@ class _Known:
         self.seen, self.wholes = self.seen + 1, self.wholes + bool(self.whole)
         return self.whole > 0
 
-    def strayed(self, missed: bool) -> None:
+    def strayed(self, calls: tuple[Call, ...], missed: bool) -> None:
         """Note that no plan fitted a pass, and whether it `missed` the goal."""
         self.last, self.strays, self.varies = None, self.strays + 1, missed
+        self.equal, self.stray = self.equal + 1 if calls == self.stray else 0, calls
         few = self.wholes * self.dear <= self.seen / _SELDOM + _TRIES
-        if few and self.strays.bit_count() == 1:  # the 1st, 2nd, 4th ... in a row: sizes may never repeat
+        by_turn = few and self.strays.bit_count() == 1  # the 1st, 2nd, 4th ...: sizes may never repeat
+        if by_turn or self.equal >= min(self.dear, _MOST_EQUAL):
             self.whole = _TRIES
 
     def ended(self, entry: _Entry) -> None:
@@ -227,7 +233,7 @@ class Following:
         if self._strayed:
             missed = share > _PROMISED[0] * self._most + _PROMISED[1]
             self._follow(None)
-            known.strayed(missed or known.varies)
+            known.strayed(tuple(calls), missed or known.varies)
             if self.goal.budget is not None:
                 return reasons.BEGAN_AS_ANOTHER if missed else None
         elif entry is not None:
