@@ -110,7 +110,7 @@ class _Known:
     one can be made from them. `wholes`, `seen`: how many passes there were of that kind, and in all. `dear`:
     the steps that making a plan takes. `stray`: the last pass that no plan fitted, and `equal` how many there
     were like it in a row. `varies`: whether it has missed the goal, as it followed the plan of another one;
-    then the next ones go by kind of tensor from the start.
+    then `Alike` decides in the next ones from their first tensor on.
     """
 
     entries: list[_Entry] = field(default_factory=list)
@@ -156,9 +156,9 @@ KNOWN: dict[tuple[Goal, Hashable, Hashable], _Known] = {}
 class Following:
     """One pass, which follows a plan as long as its tensors are those of the plan's pass, in about its sizes.
 
-    A plan for the same sizes is preferred. If no plan fits any more, tensors like those of the plan that the
-    pass has followed are treated as there (`alike.py`), all others are rebuilt if they can be, and a plan is
-    made from one of the next passes. After a pass that kept more than planned, one rebuilds all that it can.
+    A plan for the same sizes is preferred. If no plan fits any more, `Alike` decides by the plan that the
+    pass has followed; if a peak was asked for, all is rebuilt that can be. A later pass follows no plan,
+    so that one is made from it; so does the next one after a pass that kept more than planned.
     """
 
     def __init__(self, goal: Goal, place: Hashable = None) -> None:
