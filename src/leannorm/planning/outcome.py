@@ -54,47 +54,53 @@ class Uses:
 
     def lead_on(self, value: Value, i: int) -> None:
         """Note that the sources of a value are needed when it is made, or whenever its readers compute it."""
-        self.written[i] |= not value.fused
-        begin = self.first[i]
-        end = begin if self.written[i] else self.last[i]
+        first, last, users, written = self.first, self.last, self.users, self.written
+        written[i] |= not value.fused
+        begin, reads = first[i], 1 if written[i] else _READ
+        end = begin if written[i] else last[i]
         for source in value.made_of:
-            self.first[source] = min(self.first[source], begin)
-            if end > self.last[source]:
-                self.last[source], self.users[source] = end, 0
-            if end == self.last[source]:
-                self.users[source] += 1 if self.written[i] else _READ
-            self.written[source] |= value.whole
+            if begin < first[source]:
+                first[source] = begin
+            if end > last[source]:
+                last[source], users[source] = end, reads
+            elif end == last[source]:
+                users[source] += reads
+            written[source] |= value.whole
 
-    def is_passing(self, i: int) -> bool:
-        """Whether the value, if it is made again, is made only for other values of the same moment."""
-        return self.first[i] == self.last[i] and 0 < self.users[i] < _READ and self.written[i]
+    def passing(self) -> list[bool]:
+        """For each value, whether it is made only for others of the same moment, if it is made again."""
+        known = zip(self.first, self.last, self.users, self.written, strict=True)
+        return [first == last and 0 < users < _READ and written for first, last, users, written in known]
 
 
 def _freed_within(step: Step, uses: Uses, again: Collection[int]) -> dict[int, int]:
     """For each moment that makes passing values: the bytes of all that it makes, less the most of them that
     are in memory at once. Each reader makes its sources in turn, and frees those that nothing else needs."""
-    freed = dict[int, int]()
-    for moment in {uses.first[i] for i in again if uses.is_passing(i)}:
+    values, first, passing, freed = step.values, uses.first, uses.passing(), dict[int, int]()
+    for moment in {first[i] for i in again if passing[i]}:
         made, left = set[int](), dict[int, int]()
+        made_of = dict[int, list[int]]()  # of the values that are met so far
         whole = most = there = gone = 0
-        stack = [*step.backward[moment - step.forward].reads][::-1]
+        stack = [i for i in step.backward[moment - step.forward].reads if i in again and first[i] == moment]
+        stack.reverse()
         while stack:
             i = stack[-1]
-            if i in made or i not in again or uses.first[i] != moment:
+            if i in made:
                 stack.pop()
                 continue
-            sources = [s for s in step.values[i].made_of if s in again and uses.first[s] == moment]
-            missing = [s for s in sources if s not in made]
-            if missing:
-                stack += missing[::-1]
-                continue
+            if i not in made_of:
+                made_of[i] = [s for s in values[i].made_of if first[s] == moment and s in again]
+                missing = [s for s in made_of[i] if s not in made]
+                if missing:
+                    stack += missing[::-1]
+                    continue
             made.add(stack.pop())
-            size = step.values[i].again if uses.written[i] else 0
+            size = values[i].again if uses.written[i] else 0
             whole, there = whole + size, there + size
             most = max(most, there)
-            for s in sources:
+            for s in made_of[i]:
                 left[s] = left.get(s, uses.users[s]) - 1
-                gone += step.values[s].again if left[s] == 0 and uses.is_passing(s) else 0
+                gone += values[s].again if left[s] == 0 and passing[s] else 0
             if size:  # a call of several results is a value of no size, and has its sources until the first
                 there, gone = there - gone, 0
         freed[moment] = whole - most
@@ -111,20 +117,20 @@ def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Ou
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     _, read_last, _ = step.read
+    first, is_written, forward = uses.first, uses.written, step.forward
     change = list(step.change)
     kept, made_again, held, seconds, written = [], [], step.held, 0.0, 0
     moving = _moving(step, uses, again, moved)
     stays = dict(zip(moved, moving.stays(), strict=True))
     gone = frozenset(i for at, i in enumerate(moved) if moving.has_left(at))
-    for i, last in enumerate(uses.last):
+    for i, (last, value) in enumerate(zip(uses.last, step.values, strict=True)):
         if last < 0:
             continue
-        value = step.values[i]
         if i in again:
             assert value.seconds is not None, f"value {i} cannot be made again"
             made_again.append(i)
             seconds += value.seconds
-            start, size = uses.first[i], value.again if uses.written[i] else 0
+            start, size = first[i], value.again if is_written[i] else 0
             written += size
             if last == read_last[i]:
                 change[last] -= value.spares
@@ -134,8 +140,8 @@ def outcome(step: Step, again: Collection[int], moved: Sequence[int] = ()) -> Ou
             kept.append(i)
             held += 0 if i in gone else value.nbytes
             start, size = max(value.made, value.until + 1), value.nbytes
-        if size and writes[last - step.forward] == size:  # the result overwrites it
-            writes[last - step.forward] = 0
+        if size and writes[last - forward] == size:  # the result overwrites it
+            writes[last - forward] = 0
             last -= 1
         if i in gone:
             left, back = max(stays[i].left + 1, start), max(stays[i].back, start)
