@@ -74,6 +74,7 @@ measured: $(VENV)/.ready
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps dynamic-network-architectures monai einops
 	$(BIN)/python -m benchmarks.volumes --json benchmarks/results/volumes.json
 	$(BIN)/python -m benchmarks.limit
+	$(BIN)/python -m benchmarks.varying --json benchmarks/results/varying.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json || true
 	$(BIN)/python -m benchmarks.detectors --json benchmarks/results/detectors.json
 	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe DeepseekV3 \

@@ -84,6 +84,8 @@ def _behind(act: str, residual: Tensor | None, y: Tensor) -> tuple[Tensor | None
 def _dense(kept: KeptByChannelNorm) -> KeptByChannelNorm:
     """The same in a layout that kernels take, since a hook of saved tensors may have returned another one."""
     laid_out = kept.output if kept.x is None else kept.x
+    if traced():  # no hook runs there, and the compiler lets no backward pass read a layout
+        return kept
     if (laid_out is None or is_dense(laid_out)) and kept.mean.is_contiguous():
         return kept
     tensors = {name: getattr(kept, name) for name in ("x", "mean", "rstd", "residual", "output")}

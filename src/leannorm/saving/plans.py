@@ -228,7 +228,7 @@ class Following:
             return None
         known, entry = self._known(calls), self.entry
         if entry is not None and len(entry.made.calls) != len(calls):
-            self._stray(entry, calls)
+            self._stray(entry)
             known.varies = self.goal.peak is not None  # whether it kept to that is not known
         if self._strayed:
             missed = share > _PROMISED[0] * self._most + _PROMISED[1]
@@ -335,12 +335,12 @@ class Following:
             most.entries.pop()
         return entry
 
-    def _stray(self, entry: _Entry, calls: Sequence[Call]) -> None:
-        """Note that no plan fits the pass, which has followed this one for these calls."""
+    def _stray(self, entry: _Entry, calls: Sequence[Call] | None = None) -> None:
+        """Note that no plan fits the pass, which has followed this one: for these calls, if it goes on."""
         self._strayed = True
         if self.goal.budget is not None:
             self._most = max(self.goal.budget, entry.plan.ratio)
-        if self.goal.peak is None:
+        if calls is not None and self.goal.peak is None:
             self._alike = Alike(entry.plan, calls, self._most)
 
     def _follow(self, entry: _Entry | None) -> None:
