@@ -125,6 +125,13 @@ def test_like_tensors_are_treated_alike_in_their_order():
     assert [alike.rebuilds(call) for call in calls] == rebuilt  # each block once more
 
 
+def test_a_plan_for_other_sizes_decides_by_structure():
+    plan = made_plan()
+    calls = [(kind, (*shape[:-1], shape[-1] * 3), *rest) for kind, shape, *rest in plan.made_for.calls]
+    alike = Alike(plan, [], budget=1.0)
+    assert [alike.rebuilds(call) for call in calls] == list(plan.rebuild)
+
+
 def test_what_no_plan_knows_is_rebuilt_and_a_budget_is_kept():
     plan = made_plan()
     calls = plan.made_for.calls

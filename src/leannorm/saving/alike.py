@@ -7,15 +7,16 @@ differ from every plan, but their tensors do not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from leannorm.saving.plan import Call, RebuildPlan
+from leannorm.saving.plan import Call, RebuildPlan, structure
 
 
 class Alike:
-    """The choices of a plan, by what a tensor is: its node, shape, strides and dtype.
+    """The choices of a plan, by what a tensor is: its node, shape, strides and dtype. In other sizes, by its
+    structure.
 
     A plan may rebuild some of many equal tensors. The first of them in a pass is treated as the first one in
     the plan's pass, and so on.
@@ -25,11 +26,12 @@ class Alike:
         """`calls`: the pass so far, which has followed the plan. `budget`: the share of its bytes to keep."""
         self._budget, self._kept, self._all = budget, 0, 0
         self._numbers = set[int]()
-        self._choices = defaultdict[Call, list[_Choice]](list)
-        self._met = defaultdict[Call, int](int)
+        self._choices = defaultdict[Hashable, list[_Choice]](list)
+        self._met = defaultdict[Hashable, int](int)
         for place, call in enumerate(plan.made_for.calls):
             choice = _Choice(plan.rebuild[place], place in plan.made_for.whys)
             self._choices[call[:-1]].append(choice)
+            self._choices[structure(call)].append(choice)
         for call in calls:
             self._count(call, self._next(call).keeps)
 
@@ -41,8 +43,9 @@ class Alike:
         return choice.rebuilds or not fits
 
     def _next(self, call: Call) -> _Choice:
-        choices, met = self._choices.get(call[:-1]), self._met[call[:-1]]
-        self._met[call[:-1]] += 1
+        kind = call[:-1] if call[:-1] in self._choices else structure(call)
+        choices, met = self._choices.get(kind), self._met[kind]
+        self._met[kind] += 1
         return _REBUILT if choices is None else choices[met % len(choices)]
 
     def _new(self, call: Call) -> int:
