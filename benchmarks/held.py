@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
-from benchmarks.lean_transformers import Context, checkpointed
+from benchmarks.lean_transformers import Context, checkpointed, same_gradients
 from leannorm import keep_freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean
@@ -68,10 +68,7 @@ def rows(
         model.zero_grad(set_to_none=clears)
         kept, peak, _, _ = measure_step(partial(forward, context))
         stock = stock or [gradients, kept, peak]
-        equal = all(
-            a is b is None or (a is not None and b is not None and torch.equal(a, b))
-            for a, b in zip(gradients, stock[0], strict=True)
-        )
+        equal = same_gradients(gradients, stock[0])
         shares = {"held": round(kept / stock[1], 4), "peak": round(peak / stock[2], 4)}
         found.append({"setting": setting, **shares, "equal": equal})
     if turns:

@@ -14,7 +14,7 @@ measured again stay in the file, and `make pages` fills the pages and draws the 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
@@ -220,6 +220,12 @@ def settings_for(
     }
 
 
+def same_gradients(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> bool:
+    """Whether the gradients are equal bit for bit, and the same ones are missing."""
+    pairs = zip(ours, theirs, strict=True)
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
 def measure(
     name: str,
     dtype: torch.dtype,
@@ -263,8 +269,7 @@ def measure(
 
             settle(followed)
         stock = stock or found
-        pairs = zip(found, stock, strict=True)
-        equal = all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+        equal = same_gradients(found, stock)
         del found
         model.zero_grad(set_to_none=False)  # gradients of weights are allocated before the step
         kept, peak, _, _ = measure_step(partial(forward, context))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
+from benchmarks.lean_transformers import same_gradients
 from leannorm.saving import lean
 from leannorm.saving.remembered import nothing_remembered
 
@@ -121,10 +122,7 @@ def measured(name: str, setting: str, passes: int) -> held.Row:
             model.zero_grad()
             times.append(_seconds(loss, context, number))
             found.append([p.grad for p in model.parameters()])
-        equal &= all(
-            a is b or (a is not None and b is not None and torch.equal(a, b))
-            for a, b in zip(*found, strict=True)
-        )
+        equal &= same_gradients(*found)
         kept.append(saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes))
         seconds.append((times[0], times[1]))
     plain, ours = zip(*seconds[_FIRST:], strict=True)

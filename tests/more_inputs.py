@@ -85,3 +85,21 @@ class Gated(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.projected[: len(x), ..., : x.shape[-1]].to(x.dtype))
+
+
+def modulated_and_gated(samples: int, rows: int, tokens: int, features: int) -> dict[str, Any]:
+    """Functions that make such norms of an input with this shape, by name."""
+    sizes = features, samples, rows
+    return {
+        "modulated, middle axis": lambda: Modulated(*sizes, 1),
+        "modulated, tokens": lambda: Modulated(*sizes, tokens),
+        "modulated, weight and bias": lambda: Modulated(features, samples, affine=True),
+        "modulated, tokens, weight and bias": lambda: Modulated(*sizes, tokens, affine=True),
+        "modulated, rms, weight": lambda: Modulated(*sizes, 1, rms=True, affine=True),
+        "modulated, of a sum": lambda: Modulated(features, samples, of="sum"),
+        "modulated, of a gated sum": lambda: Modulated(*sizes, of="gated sum"),
+        "modulated, of a gated sum, weight": lambda: Modulated(*sizes, rms=True, affine=True, of="gated sum"),
+        "gated": lambda: Gated(samples, rows, tokens, features),
+        "gated, behind": lambda: Gated(samples, rows, tokens, features, act="gelu", norm_before_gate=False),
+        "gated, no weight": lambda: Gated(samples, rows, tokens, features, elementwise_affine=False),
+    }

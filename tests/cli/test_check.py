@@ -38,7 +38,7 @@ def test_every_check_keeps_within_its_budget_and_none_is_vacuous(backend):
     assert [check for check in checks.values() if not check.passed] == []
     assert set(COVERED) <= set(checks)
     for check in checks.values():
-        assert check.budget < (1e-3 if "filters" in check.name else 1e-4)
+        assert check.budget < (1e-3 if backend == "aten" and "filters" in check.name else 1e-4)
         assert check.budget > 0 or check.against == "unfused"
 
 

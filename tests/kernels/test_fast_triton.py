@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from cases import is_fast
-from more_inputs import Gated, Modulated, RowsOfSum
+from more_inputs import Modulated, RowsOfSum, modulated_and_gated
 from stand_ins import whole_way, without_nodes
 from torch.utils.checkpoint import checkpoint
 
@@ -38,17 +38,7 @@ LAYERS = {
     "of a sum, layer": lambda: RowsOfSum(3),
     "of a sum, rms": lambda: RowsOfSum(3, rms=True, weight_offset=1.0, cast="before"),
     "modulated": lambda: Modulated(3, 3, 1, 1),
-    "modulated, middle axis": lambda: Modulated(3, 3, 4, 1),
-    "modulated, tokens": lambda: Modulated(3, 3, 4, 2),
-    "modulated, weight and bias": lambda: Modulated(3, 3, affine=True),
-    "modulated, tokens, weight and bias": lambda: Modulated(3, 3, 4, 2, affine=True),
-    "modulated, rms, weight": lambda: Modulated(3, 3, 4, 1, rms=True, affine=True),
-    "modulated, of a sum": lambda: Modulated(3, 3, of="sum"),
-    "modulated, of a gated sum": lambda: Modulated(3, 3, 4, of="gated sum"),
-    "modulated, of a gated sum, weight": lambda: Modulated(3, 3, 4, rms=True, affine=True, of="gated sum"),
-    "gated": lambda: Gated(*SHAPE),
-    "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
-    "gated, no weight": lambda: Gated(*SHAPE, elementwise_affine=False),
+    **modulated_and_gated(*SHAPE),
 }
 ONLY_IN_CPP = ("modulated", "gated", "of a sum")
 each_kind = pytest.mark.parametrize("name", ["batch, act", "evaluation", "group", "layer", "rms"])

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from more_inputs import Gated, Modulated, RowsOfSum, Summed
+from more_inputs import Modulated, RowsOfSum, Summed, modulated_and_gated
 from stand_ins import without_nodes
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import Node
@@ -48,19 +48,9 @@ LAYERS = {
     "rms of a sum": lambda: RowsOfSum(3, rms=True),
     "rms of a sum, dim=1, cast": lambda: RowsOfSum(4, rms=True, dim=1, weight_offset=1.0, cast="before"),
     "modulated": lambda: Modulated(3, 6),
-    "modulated, middle axis": lambda: Modulated(3, 6, 4, 1),
     "modulated, no shift": lambda: Modulated(3, 1, shifts=False),
-    "modulated, tokens": lambda: Modulated(3, 6, 4, 5),
     "modulated, rms": lambda: Modulated(3, 6, 4, rms=True),
-    "modulated, weight and bias": lambda: Modulated(3, 6, affine=True),
-    "modulated, tokens, weight and bias": lambda: Modulated(3, 6, 4, 5, affine=True),
-    "modulated, rms, weight": lambda: Modulated(3, 6, 4, 1, rms=True, affine=True),
-    "modulated, of a sum": lambda: Modulated(3, 6, of="sum"),
-    "modulated, of a gated sum": lambda: Modulated(3, 6, 4, of="gated sum"),
-    "modulated, of a gated sum, weight": lambda: Modulated(3, 6, 4, rms=True, affine=True, of="gated sum"),
-    "gated": lambda: Gated(*SHAPE),
-    "gated, behind": lambda: Gated(*SHAPE, act="gelu", norm_before_gate=False),
-    "gated, no weight": lambda: Gated(*SHAPE, elementwise_affine=False),
+    **modulated_and_gated(*SHAPE),
 }
 built = pytest.mark.skipif(nodes.NODES is None, reason=str(nodes.WHY_NOT))
 each_layer = pytest.mark.parametrize("name", LAYERS)

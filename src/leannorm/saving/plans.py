@@ -131,7 +131,7 @@ class _Known:
 
     def strayed(self, calls: tuple[Call, ...], missed: bool) -> None:
         """Note that no plan fitted a pass, and whether it `missed` the goal."""
-        self.last, self.strays, self.varies = None, self.strays + 1, missed
+        self.last, self.strays, self.varies = None, self.strays + 1, self.varies or missed
         self.equal, self.stray = self.equal + 1 if calls == self.stray else 0, calls
         few = self.wholes * self.dear <= self.seen / _SELDOM + _TRIES
         by_turn = few and self.strays.bit_count() == 1  # the 1st, 2nd, 4th ...: sizes may never repeat
@@ -227,13 +227,14 @@ class Following:
         if not calls:
             return None
         known, entry = self._known(calls), self.entry
+        missed = False
         if entry is not None and len(entry.made.calls) != len(calls):
             self._stray(entry)
-            known.varies = self.goal.peak is not None  # whether it kept to that is not known
+            missed = self.goal.peak is not None  # whether the pass kept to that is not known
         if self._strayed:
-            missed = share > _PROMISED[0] * self._most + _PROMISED[1]
+            missed = missed or _exceeds(share, self._most)
             self._follow(None)
-            known.strayed(tuple(calls), missed or known.varies)
+            known.strayed(tuple(calls), missed)
             if self.goal.budget is not None:
                 return reasons.BEGAN_AS_ANOTHER if missed else None
         elif entry is not None:
@@ -251,7 +252,7 @@ class Following:
         made, ratio = entry.made, entry.plan.ratio
         made.follows += 1
         told = None
-        if share > _PROMISED[0] * ratio + _PROMISED[1] and not entry.plan.is_dear:
+        if _exceeds(share, ratio) and not entry.plan.is_dear:
             if self._began_as_another:
                 told = reasons.BEGAN_AS_ANOTHER
             elif made.calls != calls:  # these sizes need a plan of their own
@@ -383,3 +384,8 @@ class Following:
         return (
             structure(planned) == structure(call) and _NEAR[0] <= size(call) / max(size(planned), 1) <= most
         )
+
+
+def _exceeds(share: float, promised: float) -> bool:
+    """Whether a pass that keeps this share of its bytes has missed the promised one."""
+    return share > _PROMISED[0] * promised + _PROMISED[1]
